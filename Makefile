@@ -1,0 +1,39 @@
+# make run | test | test-slow | lab | lint          (GNU make, bash, Python >= 3.10)
+SHELL := bash
+# A name that exists: a bare machine may have python3.11 and no python3.
+PYTHON ?= $(shell command -v python3 || command -v python3.12 || command -v python3.11 || command -v python3.10)
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+# Further words for the command, e.g. make run ARGS="--only 01_primitive_benchmark --resume"
+ARGS ?=
+export WHEELHOUSE
+
+.PHONY: run test test-slow lab lint clean
+.DEFAULT_GOAL := run
+
+run: $(READY)
+	$(BIN)/fusion-evidence run $(ARGS)
+
+test: $(READY)
+	$(BIN)/python -m pytest $(ARGS)
+
+test-slow: $(READY)
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+lab: $(READY)
+	$(BIN)/jupyter lab notebooks
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	PYTHON=$(abspath $(BIN))/python .ci/types
+
+# Only a whole environment gets the stamp; one that broke half-way is made anew.
+$(READY): pyproject.toml constraints.txt lib/environment.py
+	@test -n "$(PYTHON)" || { echo "error: no python3 found; make PYTHON=/path/to/python3.11" >&2; exit 2; }
+	$(PYTHON) lib/environment.py $(VENV)
+	@touch $@
+
+clean:
+	rm -rf $(VENV) runs build .pytest_cache .mypy_cache .ruff_cache
