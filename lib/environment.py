@@ -93,6 +93,7 @@ def create(target: Path, wheelhouse: str | None = None, extras: str = "dev") -> 
             f"{python} is Python {sys.version.split()[0]}; {MINIMUM[0]}.{MINIMUM[1]} or newer is "
             "needed: make PYTHON=/path/to/python3.11"
         )
+    target = target.absolute()  # not resolve(): bin/python is a link out of the environment
     inner = str(target / "bin" / "python")
     frozen = target / FROZEN
     if Path(sys.prefix).resolve() == target.resolve():
