@@ -5,10 +5,14 @@ import math
 import numpy as np
 import pytest
 import torch
-
 from fusion_evidence.lib.measure import compare as module
-from fusion_evidence.lib.measure.compare import Comparison, bucket, compare, ulp_distance
-from fusion_evidence.lib.measure.compare import upper_bound
+from fusion_evidence.lib.measure.compare import (
+    Comparison,
+    bucket,
+    compare,
+    ulp_distance,
+    upper_bound,
+)
 
 FLOATS = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 BITS = {
@@ -50,7 +54,9 @@ def test_integers(dtype):
 def test_booleans_and_empty_tensors():
     assert compare(torch.tensor([True, False]), torch.tensor([True, True])).first_index == (1,)
     empty = compare(torch.empty(0, 4), torch.empty(0, 4))
-    assert empty == Comparison() and empty.equal and empty.rate == 0.0
+    assert empty == Comparison()
+    assert empty.equal
+    assert empty.rate == 0.0
 
 
 def test_nan_bits_are_compared_and_counted():
@@ -182,7 +188,9 @@ def test_upper_bound_known_values():
     # large n, by an independent sum: the Poisson limit
     n = 25_000_000
     poisson = math.fsum(
-        math.exp(-n * upper_bound(n, 73) + i * math.log(n * upper_bound(n, 73)) - math.lgamma(i + 1))
+        math.exp(
+            -n * upper_bound(n, 73) + i * math.log(n * upper_bound(n, 73)) - math.lgamma(i + 1)
+        )
         for i in range(74)
     )
     assert poisson == pytest.approx(0.05, abs=1e-4)
@@ -191,5 +199,5 @@ def test_upper_bound_known_values():
 
 @pytest.mark.parametrize("bad", [(-1, 0, 0.95), (3, 4, 0.95), (3, -1, 0.95), (3, 0, 1.0)])
 def test_upper_bound_rejects(bad):
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="must lie"):
         upper_bound(*bad)
