@@ -142,13 +142,14 @@ def _expose(target: Path, path: list[str]) -> None:
     """Let ``target`` see ``path`` where --system-site-packages does not reach.
 
     An environment made from another environment sees the base installation only, so the outer
-    one's packages are added by a .pth file.
+    one's folders are added, with what their own .pth files name (develop-mode installs).
     """
     if sys.prefix == sys.base_prefix:
         return
     version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
     site = target / "lib" / version / "site-packages"
-    (site / "_outer_environment.pth").write_text("\n".join(path) + "\n")
+    lines = [f"import site; site.addsitedir({folder!r})" for folder in path]
+    (site / "_outer_environment.pth").write_text("\n".join(lines) + "\n")
 
 
 def _install(python: str, constraints: Path, what: str, wheelhouse: str | None) -> None:
