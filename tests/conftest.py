@@ -1,0 +1,40 @@
+"""Fixtures shared by the tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import nbformat
+import pytest
+
+#: First lines of a tiny notebook: a machine, without the seconds that importing torch takes.
+TINY_MACHINE = """
+from fusion_evidence.lib.measure import machine
+tiny = machine.Machine(name="cpu", profile="cpu", device="cpu", device_name="tiny",
+                       arch="x86_64", cpu_cores=1, versions={})
+machine.detect = lambda: tiny
+from fusion_evidence.lib.report import Recorder, Verdict
+"""
+
+
+@pytest.fixture
+def write_notebook() -> Callable[..., Path]:
+    """``write_notebook(path, *code_cells, parameters="")`` writes a notebook and returns its path.
+
+    The notebook has a title, the parameters cell, if any, and the given code cells.
+    """
+    return _write_notebook
+
+
+def _write_notebook(path: Path, *cells: str, parameters: str = "") -> Path:
+    metadata = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+    document = nbformat.v4.new_notebook(metadata=metadata)
+    document.cells.append(nbformat.v4.new_markdown_cell(f"# {path.stem}"))
+    if parameters:
+        tagged = nbformat.v4.new_code_cell(parameters, metadata={"tags": ["parameters"]})
+        document.cells.append(tagged)
+    document.cells += [nbformat.v4.new_code_cell(cell) for cell in cells]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    nbformat.write(document, path)
+    return path

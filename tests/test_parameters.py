@@ -1,0 +1,115 @@
+"""Typed parameters: read from the notebook, converted from text, checked before a kernel."""
+
+from __future__ import annotations
+
+import pytest
+
+from fusion_evidence.lib.parameters import (
+    ParameterError,
+    check_namespace,
+    parse_value,
+    read_parameters,
+)
+
+CELL = """
+count: int = 2
+rate: float = 0.5
+flag: bool = True
+name: str = "x"
+tokens: list[int] = [1, 65]
+scales: list[float] = [1.0]
+limits: dict[str, float] = {"a": 1.0}
+limit: int | None = None
+candidate: str | None = None
+mode: Literal["hot", "cold"] = "hot"
+"""
+
+
+@pytest.fixture
+def declared(tmp_path, write_notebook):
+    return read_parameters(write_notebook(tmp_path / "n.ipynb", parameters=CELL))
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "value"),
+    [
+        ("count", "8", 8),
+        ("count", 8, 8),
+        ("rate", "1e-3", 0.001),  # PyYAML reads 1e-3 as text
+        ("rate", 2, 2.0),
+        ("flag", "false", False),
+        ("flag", "True", True),
+        ("name", "false", "false"),
+        ("name", "12", "12"),
+        ("tokens", "[1, 2]", [1, 2]),
+        ("tokens", "1,2", [1, 2]),
+        ("scales", [1, "1e-3"], [1.0, 0.001]),
+        ("limits", '{"a": 2}', {"a": 2.0}),
+        ("limit", "none", None),
+        ("limit", "3", 3),
+        ("candidate", "null", None),
+        ("candidate", "mine:op", "mine:op"),
+        ("mode", "cold", "cold"),
+    ],
+)
+def test_text_becomes_the_annotated_type(declared, name, given, value):
+    result = parse_value(declared[name], given)
+    assert result == value
+    assert type(result) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("count", "eight"),
+        ("count", "1e3"),
+        ("count", True),
+        ("count", 1.0),
+        ("rate", "nan"),
+        ("rate", float("inf")),
+        ("flag", "yes"),
+        ("flag", 1),
+        ("name", 3),
+        ("tokens", "1"),
+        ("tokens", [1, 2.5]),
+        ("limits", "[1]"),
+        ("limit", "3.5"),
+        ("mode", "warm"),
+    ],
+)
+def test_wrong_type_names_parameter_expected_and_got(declared, name, given):
+    with pytest.raises(ParameterError) as caught:
+        parse_value(declared[name], given)
+    message = str(caught.value)
+    assert name in message
+    assert declared[name].annotation in message
+    assert repr(given) in message
+
+
+@pytest.mark.parametrize(
+    ("cell", "word"),
+    [
+        ("count = 2", "annotation"),
+        ("count: int", "default"),
+        ("count: int = 'eight'", "eight"),
+        ("count: int = len('x')", "literal"),
+        ("count: tuple = (1,)", "tuple"),
+    ],
+)
+def test_parameters_cell_must_be_typed(tmp_path, write_notebook, cell, word):
+    path = write_notebook(tmp_path / "n.ipynb", parameters=cell)
+    with pytest.raises(ParameterError, match=word):
+        read_parameters(path)
+
+
+def test_namespace_of_a_running_notebook(declared):
+    values = {name: parameter.default for name, parameter in declared.items()}
+    assert check_namespace(declared, values) == values
+
+    with pytest.raises(ParameterError, match=r"flag.*bool.*'false'"):  # what `papermill -p` passes
+        check_namespace(declared, values | {"flag": "false"})
+    with pytest.raises(ParameterError, match=r"unknown parameter cuont.*did you mean count"):
+        check_namespace(declared, values | {"In": ["", "# Parameters\ncuont = 3\n"]})
+    values.pop("count")
+    with pytest.raises(ParameterError, match="count has no value"):
+        check_namespace(declared, values)
