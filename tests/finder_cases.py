@@ -1,4 +1,4 @@
-"""Small modules the finder has never seen. A line that tracing decides is marked ``# found: value``."""
+"""Small modules the finder has never seen. ``# found: value`` marks what tracing decides."""
 
 from __future__ import annotations
 

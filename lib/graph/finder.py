@@ -1,18 +1,19 @@
 """The specialization finder: where did tracing decide something from a dynamic size?
 
-A dynamic dimension is a symbol while a graph is made. Whenever Python needs a plain bool or int from
-it (an ``if``, ``int(n)``, ``range(n)``), the tracer evaluates an expression over the symbol and the
-answer becomes part of the graph. ``ShapeEnv.evaluate_expr`` is where all of them pass, also those
+A dynamic dimension is a symbol while a graph is made. Whenever Python needs a plain bool or int of
+it (an ``if``, ``int(n)``, ``range(n)``), the tracer evaluates an expression over the symbol, and the
+answer becomes part of the graph. All of them pass through ``ShapeEnv.evaluate_expr``, also those
 answered from the assumed range ``[2, inf)``, which leave no guard. The finder listens there while it
 
 1. traces the module with Dynamo (``torch.compile``), whose record names the user's line, and
-2. runs it on fake tensors with symbolic sizes (non-strict ``torch.export``, AOT tracing), where the
+2. runs it on fake tensors with symbolic sizes (as non-strict ``torch.export`` does), where the
    user's own Python frames are on the stack.
 
-Decisions a user's line makes are reported. Those that PyTorch makes inside an operator (broadcasting,
-contiguity) are reported only if they narrow the dimension: then the caller's line fixed or bounded
-the size. When neither says anything, the Dynamo graphs of the example size, one less, and 1 are
-compared: a constant that follows the size, or another sequence of operators, was decided unseen.
+Decisions a user's line makes are reported. Those that PyTorch makes inside an operator
+(broadcasting, contiguity) are reported only if they narrow the dimension: then the caller's line
+fixed or bounded the size. When neither says anything, the Dynamo graphs of the example size, of one
+less, and of 1 are compared: a constant that follows the size, or another sequence of operators, was
+decided unseen.
 """
 
 from __future__ import annotations
@@ -84,8 +85,8 @@ def find(
     Args:
         module: what is traced, as one full graph.
         example_inputs: positional arguments, or keyword arguments by name.
-        dynamic: which dimensions vary; their example sizes must be at least 3, because tracing takes
-            sizes 0 and 1 for constants (3, so that a smaller one can be compared).
+        dynamic: which dimensions vary; their example sizes must be at least 3, because tracing
+            takes sizes 0 and 1 for constants (3, so that a smaller one can be compared).
 
     Raises:
         FinderError: an argument or dimension that does not exist, an example size under 3, a module
@@ -111,9 +112,9 @@ def _bind(module: nn.Module, inputs: Sequence[Any] | Mapping[str, Any]) -> dict[
         name = type(module).__name__
         raise FinderError(f"example inputs do not fit {name}.forward: {error}") from error
     for parameter in bound.signature.parameters.values():
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            if parameter.name in bound.arguments:
-                raise FinderError(f"forward's *{parameter.name} cannot be traced by name")
+        variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if variadic and parameter.name in bound.arguments:
+            raise FinderError(f"forward's *{parameter.name} cannot be traced by name")
     return dict(bound.arguments)
 
 
@@ -309,7 +310,7 @@ def _dynamo_user_line(asker: str) -> tuple[tuple[str, int] | None, str]:
 
 
 def _is_torch(file: str) -> bool:
-    return file.startswith(TORCH) or file.startswith("<") or "contextlib" in file
+    return file.startswith((TORCH, "<")) or file.endswith("contextlib.py")
 
 
 def _is_plumbing(file: str) -> bool:

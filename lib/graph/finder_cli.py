@@ -7,13 +7,14 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-import torch
-from torch import Tensor, nn
 
-from .finder import Dynamic, Finding, find
+if TYPE_CHECKING:  # `fusion-evidence --help` need not wait for torch
+    from torch import Tensor, nn
+
+    from .finder import Finding
 
 FOUND, ERROR = 1, 2
 
@@ -27,6 +28,8 @@ def load_target(target: str) -> tuple[nn.Module, Any, Any]:
     Raises:
         ValueError: the path leads nowhere, or to something else.
     """
+    from torch import nn
+
     name, colon, attribute = target.partition(":")
     if not colon or not name or not attribute:
         raise ValueError(f"{target!r} is not of the form module:attribute")
@@ -50,6 +53,8 @@ def load_target(target: str) -> tuple[nn.Module, Any, Any]:
 
 def parse_input(text: str) -> tuple[str, Tensor]:
     """``name=64x4096:bfloat16`` -> (name, tensor): seeded noise, or zeros for integer dtypes."""
+    import torch
+
     match = re.fullmatch(r"(\w+)=(\d+(?:x\d+)*)(?::(\w+))?", text)
     dtype = getattr(torch, match[3] or "float32", None) if match else None
     if not match or not isinstance(dtype, torch.dtype):
@@ -74,9 +79,11 @@ def parse_dynamic(texts: Sequence[str]) -> dict[str, set[int]]:
 
 def run(target: str, dynamic: Sequence[str], inputs: Sequence[str]) -> list[Finding]:
     """What the command does. Raises ValueError (also as FinderError) on anything it cannot use."""
+    from .finder import find
+
     module, known_inputs, known_dynamic = load_target(target)
     example = dict(parse_input(text) for text in inputs) or known_inputs
-    dims: Dynamic | None = parse_dynamic(dynamic) or known_dynamic
+    dims = parse_dynamic(dynamic) or known_dynamic
     if example is None:
         raise ValueError(f"{target} brings no example inputs: give --input name=64x4096:dtype")
     if not dims:
