@@ -24,9 +24,11 @@ from typing import Any
 
 import nbformat
 import yaml
+
 from fusion_evidence.lib import paths
 from fusion_evidence.lib.executor import STOP, kernel_spec
 from fusion_evidence.lib.measure.machine import Machine
+from fusion_evidence.lib.notebook import read_cells
 from fusion_evidence.lib.parameters import (
     Parameter,
     ParameterError,
@@ -39,7 +41,6 @@ from fusion_evidence.lib.report.evidence import (
     Verdict,
     evidence_path,
     is_fresh,
-    notebook_sources,
     read_evidence,
     write_evidence,
     write_text,
@@ -148,7 +149,7 @@ def plan_parameters(
             if problem := unknown_names(given, declared[name]):
                 raise ParameterError(problem)
             passed[name] = {key: parse_value(declared[name][key], v) for key, v in given.items()}
-        except (ParameterError, SyntaxError) as error:
+        except (ValueError, SyntaxError) as error:
             raise BatchError(f"{name} with {profile_file.name}: {error}") from None
 
     for setting in settings:
@@ -210,6 +211,10 @@ def verify(notebook: Path, results: Path, parameters: Mapping[str, Any] | None =
     return problems + _verify_copy(notebook, results / notebook.name, evidence)
 
 
+def _sources(notebook: Path) -> list[tuple[str, str]]:
+    return [(cell.kind, cell.source) for cell in read_cells(notebook)]
+
+
 def _verify_copy(notebook: Path, copy: Path, evidence: Evidence) -> list[str]:
     try:
         executed = nbformat.read(copy, as_version=4)
@@ -218,7 +223,7 @@ def _verify_copy(notebook: Path, copy: Path, evidence: Evidence) -> list[str]:
     except Exception as error:  # half-written: nbformat raises many types
         return [f"the executed notebook is not readable: {type(error).__name__}"]
     problems = []
-    if notebook_sources(copy) != notebook_sources(notebook):
+    if _sources(copy) != _sources(notebook):
         problems.append("the executed notebook has other cells than the source")
     code = [cell for cell in executed.cells if cell.cell_type == "code" and cell.source.strip()]
     if [cell.execution_count for cell in code] != list(range(1, len(code) + 1)):
@@ -330,8 +335,7 @@ def _execute(
     report: Report,
 ) -> str | None:
     """Run a notebook in its own process; returns what went wrong, or None."""
-    document = nbformat.read(path, as_version=4)
-    cells = sum(c.cell_type == "code" and bool(c.source.strip()) for c in document.cells)
+    cells = sum(cell.kind == "code" and bool(cell.source.strip()) for cell in read_cells(path))
     cells += bool(passed)  # papermill adds one
     with tempfile.TemporaryDirectory(prefix="fe-", ignore_cleanup_errors=True) as folder:
         scratch = Path(folder)
@@ -342,7 +346,7 @@ def _execute(
             "source": str(path.resolve()),
             "output": str((results / path.name).resolve()),
             "parameters": dict(passed),
-            "runtime": str(scratch),
+            "scratch": str(scratch),
         }
         write_text(scratch / "job.json", json.dumps(job))
         environment = os.environ | {

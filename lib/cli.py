@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+
 from fusion_evidence.lib import paths
 
 

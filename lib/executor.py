@@ -123,14 +123,15 @@ def _execute(job: dict[str, Any], say: Any) -> None:
             say(cell=number, title=cell_title(cells, cell_index))
 
     # Unix sockets: parallel runs cannot collide on ports. Their path must fit in about 100 bytes.
-    transport = "ipc" if len(job["runtime"]) < 60 and os.name == "posix" else "tcp"
+    sockets = {"transport": "ipc", "ip": f"{job['scratch']}/kernel"}
+    use_sockets = os.name == "posix" and len(job["scratch"]) < 60
     papermill.execute_notebook(
         source.name,
         os.path.relpath(output).replace("{", "{{").replace("}", "}}"),
         parameters=job["parameters"],
         kernel_name="python3",
         progress_bar=False,
-        config=Config({"KernelManager": {"transport": transport}}),
+        config=Config({"KernelManager": sockets if use_sockets else {}}),
         on_cell_start=cell_started,
     )
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Union
 
-import nbformat
+from fusion_evidence.lib.notebook import read_cells
 
 _SCALARS: dict[str, Any] = {"bool": bool, "int": int, "float": float, "str": str, "Any": Any}
 _MISSING = object()
@@ -42,18 +42,16 @@ class Parameter:
     default: Any
 
 
-def read_parameters(notebook: str | Path | nbformat.NotebookNode) -> dict[str, Parameter]:
+def read_parameters(notebook: Path) -> dict[str, Parameter]:
     """The parameters of a notebook by name; empty when no cell is tagged ``parameters``.
 
     Raises ParameterError for a parameter without an annotation, with an annotation other than
     bool, int, float, str, list[...], dict[str, ...], Literal[...] and unions of them, or with a
     default that is no literal or does not fit.
     """
-    if not isinstance(notebook, nbformat.NotebookNode):
-        notebook = nbformat.read(notebook, as_version=4)
     found: dict[str, Parameter] = {}
-    for cell in notebook.cells:
-        if cell.cell_type != "code" or "parameters" not in cell.metadata.get("tags", []):
+    for cell in read_cells(notebook):
+        if cell.kind != "code" or "parameters" not in cell.tags:
             continue
         for statement in ast.parse(cell.source).body:
             if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):

@@ -8,17 +8,8 @@ from pathlib import Path
 import nbformat
 import pytest
 
-#: First lines of a tiny notebook: a machine, without the seconds that importing torch takes.
-TINY_MACHINE = """
-from fusion_evidence.lib.measure import machine
-tiny = machine.Machine(name="cpu", profile="cpu", device="cpu", device_name="tiny",
-                       arch="x86_64", cpu_cores=1, versions={})
-machine.detect = lambda: tiny
-from fusion_evidence.lib.report import Recorder, Verdict
-"""
 
-
-@pytest.fixture
+@pytest.fixture(scope="session")
 def write_notebook() -> Callable[..., Path]:
     """``write_notebook(path, *code_cells, parameters="")`` writes a notebook and returns its path.
 

@@ -20,12 +20,13 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Literal
 
-import nbformat
 import pandas as pd
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
 from fusion_evidence.lib import paths
 from fusion_evidence.lib.measure import machine as machine_module
 from fusion_evidence.lib.measure.machine import Machine
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from fusion_evidence.lib.notebook import read_cells
 
 Scalar = bool | int | float | str | None
 
@@ -237,7 +238,7 @@ def freshness_hash(notebook: Path, parameters: dict[str, Any]) -> str:
     (transitively; a module named in a string, as one started by ``python -m``, counts too) except
     those that only draw, publish or run, and the parameter values.
     """
-    cells = notebook_sources(notebook)
+    cells = [(cell.kind, cell.source) for cell in read_cells(notebook)]
     digest = hashlib.sha256(json.dumps([cells, parameters], sort_keys=True).encode())
     code = [source for kind, source in cells if kind == "code"]
     for name, source in sorted(_imported_sources(code).items()):
@@ -251,16 +252,6 @@ def is_fresh(evidence: Evidence, notebooks: Path | None = None) -> bool:
     if evidence.fingerprint is None or not source.is_file():
         return False
     return evidence.fingerprint == freshness_hash(source, evidence.parameters)
-
-
-def notebook_sources(notebook: Path) -> list[tuple[str, str]]:
-    """The (type, source) of each cell, without the one that papermill injects."""
-    document = nbformat.read(notebook, as_version=4)
-    return [
-        (cell.cell_type, cell.source)
-        for cell in document.cells
-        if "injected-parameters" not in cell.metadata.get("tags", [])
-    ]
 
 
 def _imported_sources(code: Iterable[str]) -> dict[str, str]:

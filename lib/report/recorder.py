@@ -22,6 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.display import display
+
 from fusion_evidence.lib import paths
 from fusion_evidence.lib.measure import machine as machine_module
 from fusion_evidence.lib.parameters import check_namespace, read_parameters
@@ -37,8 +40,6 @@ from fusion_evidence.lib.report.evidence import (
     revision,
     write_evidence,
 )
-from IPython.core.interactiveshell import InteractiveShell
-from IPython.display import display
 
 #: The last cell shows this MIME type with the run's id: the sign that it was reached.
 SENTINEL = "application/vnd.fusion-evidence.finished+json"
