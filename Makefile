@@ -1,15 +1,17 @@
-# make run | test | test-slow | lab | lint          (GNU make, bash, Python >= 3.10)
+# make run | test | test-slow | lab | lint | doctor          (GNU make, bash, Python >= 3.10)
 SHELL := bash
 # A name that exists: a bare machine may have python3.11 and no python3.
 PYTHON ?= $(shell command -v python3 || command -v python3.12 || command -v python3.11 || command -v python3.10)
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# Extras of pyproject.toml besides torch; EXTRAS= is enough for `make run` on a machine offline.
+EXTRAS ?= dev
 # Further words for the command, e.g. make run ARGS="--only 01_primitive_benchmark --resume"
 ARGS ?=
 export WHEELHOUSE
 
-.PHONY: run test test-slow lab lint clean
+.PHONY: run test test-slow lab lint doctor clean
 .DEFAULT_GOAL := run
 
 run: $(READY)
@@ -32,8 +34,12 @@ lint: $(READY)
 # Only a whole environment gets the stamp; one that broke half-way is made anew.
 $(READY): pyproject.toml constraints.txt lib/environment.py
 	@test -n "$(PYTHON)" || { echo "error: no python3 found; make PYTHON=/path/to/python3.11" >&2; exit 2; }
-	$(PYTHON) lib/environment.py $(VENV)
+	$(PYTHON) lib/environment.py $(VENV) --extras "$(EXTRAS)"
 	@touch $@
+
+# Works before anything is installed, and says what is missing.
+doctor:
+	@if test -x $(BIN)/python; then $(BIN)/python lib/doctor.py --quick; else $(PYTHON) lib/doctor.py --quick; fi
 
 clean:
 	rm -rf $(VENV) runs build .pytest_cache .mypy_cache .ruff_cache

@@ -76,8 +76,8 @@ def probe(python: str) -> dict:
 
 def frozen_constraints(packages: dict[str, str]) -> str:
     """Constraint lines that hold every installed distribution at its version."""
-    # pip's own tools belong to the new environment, and this project is what is being installed.
-    skip = {"pip", "fusion-evidence", "fusion_evidence"}
+    # The installer's tools may differ, and this project is what is being installed.
+    skip = {"pip", "setuptools", "wheel", "fusion-evidence", "fusion_evidence"}
     lines = [f"{name}=={version}" for name, version in packages.items() if name not in skip]
     return "\n".join(sorted(lines, key=str.lower)) + "\n"
 
@@ -107,7 +107,12 @@ def create(target: Path, wheelhouse: str | None = None, extras: str = "dev") -> 
         if target.exists():
             shutil.rmtree(target)
         command = [python, "-m", "venv", str(target)]
-        _run([*command, "--system-site-packages"] if outer else command)
+        if outer:
+            command.append("--system-site-packages")
+            if "pip" in outer["packages"]:
+                # A second pip would come with a second, older setuptools that hides the installed.
+                command.append("--without-pip")
+        _run(command)
     if not outer:
         _install(inner, CONSTRAINTS, _request(extras, shared=False), wheelhouse)
         return "plain environment with the versions of constraints.txt"
@@ -122,7 +127,9 @@ def create(target: Path, wheelhouse: str | None = None, extras: str = "dev") -> 
 
 
 def _request(extras: str, shared: bool) -> str:
-    return f".[{extras}]" if shared else f".[torch,{extras}]"
+    """What pip is asked for; the torch extra only where no torch is installed."""
+    names = [name for name in ("" if shared else "torch", *extras.split(",")) if name]
+    return f".[{','.join(names)}]" if names else "."
 
 
 def _reusable(target: Path, shared: bool) -> bool:
@@ -156,10 +163,15 @@ def _install(python: str, constraints: Path, what: str, wheelhouse: str | None) 
     command = [python, "-m", "pip", "install", "--disable-pip-version-check"]
     command += ["-c", str(constraints)]
     if wheelhouse:
-        # Offline there is no index to build an isolated environment from: setuptools must be there.
         command += ["--no-index", "--find-links", wheelhouse]
-        if _quiet(python, "import setuptools").returncode:
-            _run([*command, "setuptools"])
+        # Offline there is no index to build an isolated environment from, so the tools must be
+        # here: setuptools that makes wheels itself, or an older one with wheel.
+        tools = "import setuptools.command.bdist_wheel"
+        if (
+            _quiet(python, tools).returncode
+            and _quiet(python, "import setuptools, wheel").returncode
+        ):
+            _run([*command, "setuptools>=70.1"])
         command.append("--no-build-isolation")
     _run([*command, "-e", what])
 
@@ -185,7 +197,9 @@ def _quiet(python: str, code: str) -> subprocess.CompletedProcess[str]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("target", type=Path, help="folder of the environment, made anew")
-    parser.add_argument("--extras", default="dev", help="extras besides torch (default: dev)")
+    parser.add_argument(
+        "--extras", default="dev", help="extras besides torch, by commas (default: dev)"
+    )
     options = parser.parse_args(argv)
     try:
         made = create(options.target, os.environ.get("WHEELHOUSE"), options.extras)
