@@ -1,7 +1,9 @@
 # make run | test | test-slow | lab | lint | doctor          (GNU make, bash, Python >= 3.10)
 SHELL := bash
-# A name that exists: a bare machine may have python3.11 and no python3.
-PYTHON ?= $(shell command -v python3 || command -v python3.12 || command -v python3.11 || command -v python3.10)
+# The first that runs and is new enough: a machine may have python3.11 alone, or an old python3.
+PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.10 python3.13; do \
+    $$p -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null \
+    && { command -v $$p; break; }; done)
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -11,7 +13,7 @@ EXTRAS ?= dev
 ARGS ?=
 export WHEELHOUSE
 
-.PHONY: run test test-slow lab lint doctor clean
+.PHONY: run test test-slow lab lint doctor
 .DEFAULT_GOAL := run
 
 run: $(READY)
@@ -33,13 +35,10 @@ lint: $(READY)
 
 # Only a whole environment gets the stamp; one that broke half-way is made anew.
 $(READY): pyproject.toml constraints.txt lib/environment.py
-	@test -n "$(PYTHON)" || { echo "error: no python3 found; make PYTHON=/path/to/python3.11" >&2; exit 2; }
+	@test -n "$(PYTHON)" || { echo "error: no Python 3.10 or newer found: make PYTHON=/path/to/python3.11" >&2; exit 2; }
 	$(PYTHON) lib/environment.py $(VENV) --extras "$(EXTRAS)"
 	@touch $@
 
 # Works before anything is installed, and says what is missing.
 doctor:
-	@if test -x $(BIN)/python; then $(BIN)/python lib/doctor.py --quick; else $(PYTHON) lib/doctor.py --quick; fi
-
-clean:
-	rm -rf $(VENV) runs build .pytest_cache .mypy_cache .ruff_cache
+	@if test -x $(BIN)/python; then $(BIN)/python lib/doctor.py --quick; else $(or $(PYTHON),python3) lib/doctor.py --quick; fi
