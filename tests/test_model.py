@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from fusion_evidence.kernels import eager
 from fusion_evidence.lib.service import model as m
 
@@ -19,7 +20,7 @@ TOLERANCE = 2e-5
 
 @pytest.fixture(autouse=True)
 def allow_fp32(monkeypatch):
-    """The op takes bf16 and fp16; in fp32 the oracle's tolerance can be tight. No bit is claimed."""
+    """The op takes bf16 and fp16; in fp32 the oracle's tolerance is tight. No bit is claimed."""
     monkeypatch.setattr(eager, "check_arguments", lambda *arguments: None)
 
 

@@ -1,9 +1,10 @@
 """The specialization finder: where did tracing decide something from a dynamic size?
 
-A dynamic dimension is a symbol while a graph is made. Whenever Python needs a plain bool or int of
-it (an ``if``, ``int(n)``, ``range(n)``), the tracer evaluates an expression over the symbol, and the
-answer becomes part of the graph. All of them pass through ``ShapeEnv.evaluate_expr``, also those
-answered from the assumed range ``[2, inf)``, which leave no guard. The finder listens there while it
+A dynamic dimension is a symbol while a graph is made. Whenever Python needs a plain bool or int
+of it (an ``if``, ``int(n)``, ``range(n)``), the tracer evaluates an expression over the symbol, and
+the answer becomes part of the graph. All of them pass through ``ShapeEnv.evaluate_expr``, also
+those answered from the assumed range ``[2, inf)``, which leave no guard. There the finder listens
+while it
 
 1. traces the module with Dynamo (``torch.compile``), whose record names the user's line, and
 2. runs it on fake tensors with symbolic sizes (as non-strict ``torch.export`` does), where the

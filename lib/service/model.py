@@ -20,9 +20,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
+
 from fusion_evidence.kernels.numerics import Numerics, Reduction
 from fusion_evidence.kernels.shapes import AttentionShape, preset
-from torch import Tensor, nn
 
 Prologue = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
 """``(qkv, q_weight, k_weight, cos_sin, positions, slot_mapping, key_cache, value_cache, shape,
