@@ -1,0 +1,310 @@
+"""The figures, each from a table of measurements (`Recorder.frame`, `Evidence.frame`).
+
+Every table has the columns `value`, `low`, `high`, `n` and `unit` beside its label columns. Values
+that are no numbers (`not stated`, `not_comparable`) are shown as what they are, or left out of a
+line. ValueError: a table without rows or without a column that the figure needs.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import cycle
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Rectangle
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
+
+from fusion_evidence.lib.report import style
+
+_OUTPUTS = ("q", "k", "v", "gate", "key_cache", "value_cache")
+_FLOORS = ("copy", "empty")
+_STYLES: dict[object, Any] = {"cold": "-", "hot": (0, (2, 1.6))}
+
+
+def time_by_T(frame: pd.DataFrame) -> Figure:
+    """Time per call over T, both logarithmic: one colour an implementation, floors in grey.
+
+    Labels: impl, T and, if there, cache (hot or cold: the line's dashes). Bars are intervals.
+    """
+    data = _numbers(frame, "impl", "T")
+    if "cache" not in data:
+        data["cache"] = None
+    implementations = sorted(
+        data["impl"].unique(),
+        key=lambda name: (name in _FLOORS, -data["value"][data.impl == name].max()),
+    )
+    looks = style.looks(implementations)
+    with style.figure(4.4) as (fig, (axes,)):
+        for (impl, cache), line in data.groupby(["impl", "cache"], dropna=False):
+            line = line.sort_values("T")
+            colour, marker = looks[impl]
+            floor = impl in _FLOORS
+            axes.errorbar(
+                line["T"],
+                line["value"],
+                yerr=_whiskers(line),
+                color=colour,
+                marker=marker,
+                linestyle=_STYLES.get(cache, "-"),
+                linewidth=1.1 if floor else 1.3 if cache == "hot" else 1.9,
+                markerfacecolor=style.CARD if cache == "hot" else colour,
+                capsize=2.5,
+                elinewidth=1,
+                zorder=2 if floor else 4 if impl == "fused" else 3,
+            )
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xlabel("tokens in the call, T")
+        axes.set_ylabel(f"time per call ({_unit(data)})")
+        _ticks_at(axes, sorted(data["T"].unique()))
+        _plain_log_axis(axes)
+        axes.grid(True, which="major")
+        handles = [
+            Line2D([], [], color=looks[i][0], marker=looks[i][1], label=_floor_name(i))
+            for i in implementations
+        ]
+        caches = [c for c in _STYLES if c in set(data["cache"])]
+        if len(caches) > 1:
+            handles += [
+                Line2D([], [], color=style.INK, linestyle=_STYLES[c], label=f"L2 {c}")
+                for c in caches
+            ]
+        fig.legend(handles=handles, loc="outside lower center", ncols=min(4, len(handles)))
+        return fig
+
+
+def mismatch_by_output_and_T(frame: pd.DataFrame) -> Figure:
+    """Mismatching elements of each output at each T, one panel an oracle, counts in the cells.
+
+    Labels: oracle, output, T. `n`, elements compared, gives the shade (the share of mismatches).
+    """
+    data = _numbers(frame, "oracle", "output", "T", "n")
+    oracles = list(dict.fromkeys(data["oracle"]))
+    outputs = _ordered(data["output"].unique(), _OUTPUTS)
+    tokens = sorted(data["T"].unique())
+    height = 0.75 + len(oracles) * (0.55 + 0.32 * len(outputs))
+    with style.figure(height, rows=len(oracles)) as (fig, panels):
+        for oracle, axes in zip(oracles, panels, strict=True):
+            part = data[data["oracle"] == oracle].groupby(["output", "T"])[["value", "n"]].sum()
+            cells = [[_cell(part, (output, t)) for t in tokens] for output in outputs]
+            _heatmap(axes, cells, [_count(value) for row in cells for value, _ in row])
+            axes.set_title(f"mismatching elements against {oracle}")
+            axes.set_yticks(range(len(outputs)), [str(o).replace("_", " ") for o in outputs])
+            axes.set_xticks(range(len(tokens)), [f"{t:g}" for t in tokens])
+        panels[-1].set_xlabel("tokens in the call, T")
+        return fig
+
+
+def rounding_matrix(frame: pd.DataFrame) -> Figure:
+    """Rounding policies against one another: share of elements that differ, in every pair.
+
+    Labels: rounding, against. A pair that is given one way round is shown both ways; several rows
+    of a pair (outputs, T) are added up. `value`: mismatches, `n`: elements compared.
+    """
+    data = _numbers(frame, "rounding", "against", "n")
+    names = _ordered(
+        pd.unique(data[["rounding", "against"]].to_numpy().ravel()),
+        ("per_op", "storage", "fp32_through"),
+    )
+    part = data.groupby(["rounding", "against"])[["value", "n"]].sum()
+
+    def pair(a: str, b: str) -> tuple[float, float]:
+        cell = _cell(part, (a, b))
+        return cell if not math.isnan(cell[0]) else _cell(part, (b, a))
+
+    cells = [[pair(a, b) for b in names] for a in names]
+    labels = [_spaced(name) for name in names]
+    with style.figure(1.1 + 0.62 * len(names)) as (fig, (axes,)):
+        _heatmap(axes, cells, [_share(v / n if n else v) for row in cells for v, n in row])
+        axes.set_xticks(range(len(names)), labels)
+        axes.set_yticks(range(len(names)), labels)
+        axes.xaxis.tick_top()
+        axes.set_xlabel("share of elements whose bits differ")
+        axes.xaxis.set_label_position("bottom")
+        return fig
+
+
+def saving_ladder(frame: pd.DataFrame) -> Figure:
+    """What a saving is worth: per layer, per token, as a share of a token; each source beside.
+
+    Labels: metric (`saving`, `saving_share`), per (`layer` or `token`, for `saving`), source (such
+    as a machine's name, or `published, gfx936`). A step or a source without a number says so.
+    """
+    data = _rows(frame, "metric", "source")
+    per = data["per"] if "per" in data else pd.Series(None, index=data.index)
+    share = data["metric"] == "saving_share"
+    data["step"] = np.where(share, "share of a token", "per " + per.astype(str))
+    steps = [s for s in ("per layer", "per token", "share of a token") if s in set(data["step"])]
+    if not steps:
+        raise ValueError("no saving per layer or token and no saving_share in the table")
+    sources = list(dict.fromkeys(data["source"]))
+    colours = dict(zip(sources, cycle(style.COLOURS), strict=False))
+    with style.figure(0.5 + len(steps) * (0.5 + 0.3 * len(sources)), rows=len(steps)) as (
+        fig,
+        panels,
+    ):
+        for step, axes in zip(steps, panels, strict=True):
+            rows = [data[(data["step"] == step) & (data["source"] == s)] for s in sources]
+            numbers = [_number(row["value"].iloc[0]) if len(row) else math.nan for row in rows]
+            longest = max((abs(x) for x in numbers if not math.isnan(x)), default=1.0) or 1.0
+            for i, (source, row, number) in enumerate(zip(sources, rows, numbers, strict=True)):
+                if math.isnan(number):
+                    text = str(row["value"].iloc[0]) if len(row) else "not measured"
+                    text, end = text if text not in ("nan", "None") else "not measured", 0.0
+                else:
+                    text, end = _with_unit(number, row["unit"].iloc[0]), max(number, 0.0)
+                    axes.barh(i, number, height=0.62, color=colours[source])
+                    low, high = (_number(row[side].iloc[0]) for side in ("low", "high"))
+                    if not math.isnan(low + high):
+                        axes.plot([low, high], [i, i], color=style.INK, linewidth=1.2)
+                        end, longest = max(end, high), max(longest, high)
+                axes.annotate(text, (end, i), (5, 0), textcoords="offset points", va="center")
+            axes.set_title(step if step.startswith("share") else f"saving {step}")
+            axes.set_yticks(range(len(sources)), sources)
+            axes.set_ylim(len(sources) - 0.4, -0.6)
+            axes.set_xlim(min(0.0, *(x for x in numbers if not math.isnan(x)), 0.0), longest * 1.3)
+            axes.xaxis.set_major_locator(NullLocator())
+            axes.spines["bottom"].set_visible(False)
+            axes.axvline(0, color=style.FAINT, linewidth=0.8)
+        return fig
+
+
+def _rows(frame: pd.DataFrame, *columns: str) -> pd.DataFrame:
+    missing = [c for c in ("value", *columns) if c not in frame]
+    if missing or frame.empty:
+        raise ValueError(
+            f"nothing to draw: no column {', '.join(missing)}" if missing else "nothing to draw"
+        )
+    data = frame.copy()
+    for column in ("low", "high", "n", "unit"):
+        if column not in data:
+            data[column] = math.nan
+    return data.reset_index(drop=True)
+
+
+def _numbers(frame: pd.DataFrame, *columns: str) -> pd.DataFrame:
+    """The rows whose value is a number."""
+    data = _rows(frame, *columns)
+    for column in ("value", "low", "high", "n"):
+        data[column] = pd.to_numeric(data[column], errors="coerce").astype(float)
+    data = data[data["value"].notna()].reset_index(drop=True)
+    if data.empty:
+        raise ValueError("nothing to draw: no value is a number")
+    return data
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, int | float | np.number) else math.nan
+
+
+def _unit(data: pd.DataFrame) -> str:
+    units = [str(u) for u in data["unit"].dropna().unique()]
+    return "/".join(units).replace("us", "µs") or "no unit"
+
+
+def _floor_name(impl: str) -> str:
+    return {"copy": "copy (floor)", "empty": "empty (floor)"}.get(impl, impl)
+
+
+def _whiskers(line: pd.DataFrame) -> np.ndarray | None:
+    if line[["low", "high"]].isna().any(axis=None):
+        return None
+    ends = np.stack([line["value"] - line["low"], line["high"] - line["value"]])
+    return np.maximum(ends, 0.0)
+
+
+def _ticks_at(axes: Axes, tokens: list[float]) -> None:
+    """A tick at every T, a label where there is room for one."""
+    room = 0.075 * max(math.log2(tokens[-1] / tokens[0]), 1e-9)
+    labelled = [tokens[-1]]
+    for t in tokens[:-1]:
+        beside = [other for other in labelled if abs(math.log2(other / t)) < room]
+        if not beside:
+            labelled.append(t)
+    axes.set_xticks(tokens, [f"{t:g}" if t in labelled else "" for t in tokens])
+    axes.xaxis.set_minor_locator(NullLocator())
+
+
+def _plain_log_axis(axes: Axes) -> None:
+    low, high = axes.get_ylim()
+    if math.log10(high / low) < 2.5:
+        axes.yaxis.set_major_locator(LogLocator(10, subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _ordered(names: object, first: tuple[str, ...]) -> list[str]:
+    found = list(dict.fromkeys(names))  # type: ignore[call-overload]
+    return [n for n in first if n in found] + [n for n in found if n not in first]
+
+
+def _spaced(name: str) -> str:
+    return str(name).replace("_", " ").replace("fp32 through", "fp32\nthrough")
+
+
+def _cell(part: pd.DataFrame, key: tuple) -> tuple[float, float]:
+    """(mismatches, elements), NaN where nothing was measured."""
+    if key not in part.index:
+        return math.nan, math.nan
+    row = part.loc[key]
+    return float(row["value"]), float(row["n"])
+
+
+def _heatmap(axes: Axes, cells: list[list[tuple[float, float]]], texts: list[str]) -> None:
+    """Cells of (mismatches, elements), shaded by their share on a logarithmic scale."""
+    colours = [[_shade(value, n) for value, n in row] for row in cells]
+    columns = len(cells[0])
+    for i, text in enumerate(texts):
+        y, x = divmod(i, columns)
+        colour = colours[y][x]
+        corner = (x - 0.5, y - 0.5)
+        axes.add_patch(Rectangle(corner, 1, 1, facecolor=colour, edgecolor=style.CARD, lw=1.5))
+        axes.text(x, y, text, ha="center", va="center", fontsize=9, color=style.ink_on(colour))
+    axes.set_xlim(-0.5, columns - 0.5)
+    axes.set_ylim(len(cells) - 0.5, -0.5)
+    axes.tick_params(length=0)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+
+
+def _shade(value: float, n: float) -> object:
+    if math.isnan(value):
+        return style.MISSING
+    if value == 0:
+        return style.NOTHING
+    decades = 7.0  # one in ten million is the palest
+    return style.RATES(max(0.0, 1 + math.log10(value / n) / decades) if n > 0 else 1.0)
+
+
+def _count(value: float) -> str:
+    if math.isnan(value):
+        return "–"
+    if value < 10_000:
+        return f"{value:,.0f}"
+    # 999,500 and more would round to 1000 k
+    return f"{value / 1e3:.3g} k" if value < 999_500 else f"{value / 1e6:.3g} M"
+
+
+def _share(rate: float) -> str:
+    if math.isnan(rate):
+        return "–"
+    if rate == 0:
+        return "0"
+    if rate < 1e-4:
+        return f"{rate:.1e}"
+    return f"{100 * rate:.3g} %" if rate >= 0.1 else f"{100 * rate:.2g} %"
+
+
+def _with_unit(value: float, unit: object) -> str:
+    if unit in ("us", "µs"):
+        return f"{value:,.0f} µs" if abs(value) >= 1000 else f"{value:.4g} µs"
+    if unit in ("%", "percent"):
+        return f"{value:.2g} %"
+    if unit is None or (isinstance(unit, float) and math.isnan(unit)) or unit in ("", "1", "ratio"):
+        return f"{100 * value:.2g} %"
+    return f"{value:.3g} {unit}"
