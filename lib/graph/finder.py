@@ -29,6 +29,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from types import FrameType
 from typing import Any
 
 import torch
@@ -153,7 +154,7 @@ def _resolve(arguments: dict[str, Any], dynamic: Dynamic) -> dict[str, set[int]]
 @contextmanager
 def _listening(label: str, out: list[Finding]) -> Iterator[None]:
     """Record what ``ShapeEnv`` is asked for while the block runs."""
-    env_type = symbolic_shapes.ShapeEnv
+    env_type: Any = symbolic_shapes.ShapeEnv
     evaluate = env_type.evaluate_expr
     asked = ("_static_eval_sym_bool", "_sym_node_hint_disproves")
     originals = {
@@ -264,7 +265,7 @@ def _name_symbols(env: Any, expression: Any) -> str:
             name = sources[symbol][0].name
             name = name() if callable(name) else name
             name = re.sub(r"L\['(\w+)'\]", r"\1", name).replace(".size()", ".shape")
-            text = re.sub(rf"\b{symbol}\b", lambda _, n=name: n, text)
+            text = re.sub(rf"\b{symbol}\b", name.replace("\\", r"\\"), text)
     return text
 
 
@@ -274,7 +275,8 @@ def _name_symbols(env: Any, expression: Any) -> str:
 def _locate() -> tuple[tuple[str, int] | None, str]:
     """(file, line) in user code, and who asked: ``user``, ``operator``, or ``declared`` (a
     ``torch._check`` of the user's own: a stated contract, not a decision)."""
-    frame, last = sys._getframe(2), ""
+    frame: FrameType | None = sys._getframe(2)
+    last = ""
     checked = False
     while frame is not None and _is_plumbing(frame.f_code.co_filename):
         checked |= frame.f_code.co_name in ("expect_true", "guard_or_defer_runtime_assert")
@@ -294,7 +296,8 @@ def _locate() -> tuple[tuple[str, int] | None, str]:
         if frame.f_code.co_filename.endswith("symbolic_convert.py"):
             return _dynamo_user_line(asker)
         frame = frame.f_back
-    return (frame and (frame.f_code.co_filename, frame.f_lineno)), asker
+    where = (frame.f_code.co_filename, frame.f_lineno) if frame is not None else None
+    return where, asker
 
 
 def _dynamo_user_line(asker: str) -> tuple[tuple[str, int] | None, str]:
@@ -306,8 +309,8 @@ def _dynamo_user_line(asker: str) -> tuple[tuple[str, int] | None, str]:
     # Dynamo inlines torch's own Python too: what that decides is an operator's decision.
     if stack and _is_torch(stack[-1].filename):
         asker = "operator"
-    user = [f for f in stack if not _is_torch(f.filename)]
-    return ((user[-1].filename, user[-1].lineno) if user else None), asker
+    user = [(f.filename, f.lineno or 0) for f in stack if not _is_torch(f.filename)]
+    return (user[-1] if user else None), asker
 
 
 def _is_torch(file: str) -> bool:
@@ -325,10 +328,10 @@ def _source_expression(file: str, line: int) -> str:
         tree = ast.parse(text)
     except SyntaxError:
         return linecache.getline(file, line).strip()
-    spans = [
+    spans: list[Any] = [
         node
         for node in ast.walk(tree)
-        if hasattr(node, "lineno") and node.lineno <= line <= node.end_lineno
+        if isinstance(node, ast.stmt | ast.expr) and node.lineno <= line <= (node.end_lineno or 0)
     ]
     asked = [getattr(node, "test", getattr(node, "iter", None)) for node in spans]
     asked = [node for node in asked if node and node.lineno <= line <= node.end_lineno]
@@ -418,7 +421,7 @@ def _fake_run(
             return value
         wanted = dims.get(name, set())
         sizes = [kind.DYNAMIC if d in wanted else kind.STATIC for d in range(value.dim())]
-        context = symbolic_shapes.StatelessSymbolicContext(dynamic_sizes=sizes)
+        context: Any = symbolic_shapes.StatelessSymbolicContext(dynamic_sizes=sizes)
         source = ConstantSource(name + pytree.keystr(path))
         return mode.from_tensor(value, source=source, symbolic_context=context)
 
@@ -515,7 +518,8 @@ def _first_difference(
             return []  # torch.cond holds both branches; a constant predicate keeps one
         if names[0] != names[1]:
             note = f"with {size} the graph calls {names[1]} here instead of {names[0]}"
-            return _at_node(a or b, names[0], "diverged", note)
+            differs = here[index] if a else there[index]
+            return _at_node(differs, names[0], "diverged", note)
     return []
 
 

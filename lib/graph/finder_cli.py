@@ -83,7 +83,7 @@ def run(target: str, dynamic: Sequence[str], inputs: Sequence[str]) -> list[Find
 
     module, known_inputs, known_dynamic = load_target(target)
     example = dict(parse_input(text) for text in inputs) or known_inputs
-    dims = parse_dynamic(dynamic) or known_dynamic
+    dims: Any = parse_dynamic(dynamic) or known_dynamic
     if example is None:
         raise ValueError(f"{target} brings no example inputs: give --input name=64x4096:dtype")
     if not dims:

@@ -302,8 +302,9 @@ def _settings(mode: Mode) -> Iterator[None]:
     if not mode.size_oblivious:
         yield
         return
-    from torch.fx.experimental import _config
+    from torch.fx.experimental import _config as module
 
+    _config: Any = module
     if not hasattr(_config, "backed_size_oblivious"):
         raise Unavailable(_lacks("torch.fx.experimental._config.backed_size_oblivious"))
     with _config.patch(backed_size_oblivious=True):
@@ -335,7 +336,7 @@ def _make(module: nn.Module, mode: Mode, seen: _Seen, x: Tensor) -> Callable[[Te
     if mode.how == "export":
         return _export(module, mode, seen, x)
     # torch.compile pops the filter out of the options: a dict of its own for every call.
-    options = {"guard_filter_fn": _guard_filter(mode.guards)} if mode.guards else None
+    options: Any = {"guard_filter_fn": _guard_filter(mode.guards)} if mode.guards else None
     dynamic = True if mode.mark == "dynamic_true" else None
     ahead = mode.how == "aot_compile"
     try:
@@ -398,7 +399,7 @@ def _installed_guards(module: nn.Module) -> list[str]:
     """Texts of the guards on the size that Dynamo's cache holds for this module's forward."""
     from torch._dynamo import eval_frame
 
-    entries = getattr(eval_frame, "_debug_get_cache_entry_list", lambda _: [])(
+    entries: list[Any] = getattr(eval_frame, "_debug_get_cache_entry_list", lambda _: [])(
         type(module).forward.__code__
     )
     texts: list[str] = []

@@ -460,7 +460,7 @@ def save(model: CompactModel, folder: Path) -> None:
     from safetensors.torch import save_file
 
     config, state = model.config, model.state_dict()
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     for ours, theirs in _names(config).items():
         parts = state[ours].split(_rows(config, ours)) if len(theirs) > 1 else (state[ours],)
         tensors |= {
