@@ -83,9 +83,11 @@ def test_decoding_through_the_paged_cache_equals_one_prefill():
     assert torch.isnan(caches[0][0][[0, 1, 3, 4, 6]]).all(), "other blocks are not written"
 
 
-def test_greedy_continues_the_full_forward():
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_greedy_continues_the_full_forward(compiled):
     model, prompt = make(), [5, 9, 2, 77]
-    out = m.greedy(model, prompt, 6)
+    forward = torch.compile(model, backend="eager", fullgraph=True) if compiled else None
+    out = m.greedy(model, prompt, 6, forward=forward)
     hidden = model(*m.step(prompt + out[:-1], 0, [0], 16), model.new_caches(1, 16))
     assert out == model.logits(hidden[3:]).argmax(-1).tolist()
 

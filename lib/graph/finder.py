@@ -47,6 +47,7 @@ _PLUMBING = (
     ),
 )
 _DYNAMO = os.path.join(TORCH, "_dynamo", "")
+_HELPERS = ("contextlib.py", "functools.py")
 _LARGEST = 2**40
 
 Dynamic = Mapping[str | int, Collection[int]]
@@ -314,7 +315,7 @@ def _dynamo_user_line(asker: str) -> tuple[tuple[str, int] | None, str]:
 
 
 def _is_torch(file: str) -> bool:
-    return file.startswith((TORCH, "<")) or file.endswith("contextlib.py")
+    return file.startswith((TORCH, "<frozen", "<eval_with", "<string")) or file.endswith(_HELPERS)
 
 
 def _is_plumbing(file: str) -> bool:

@@ -602,7 +602,7 @@ def greedy(
     Args:
         forward: what runs the step; the model itself, or a compiled form of it.
     """
-    forward = forward or model
+    forward = model if forward is None else forward
     device = str(model.lm_head.weight.device)
     blocks = -(-(len(prompt) + new_tokens) // block_size)
     caches = model.new_caches(blocks, block_size)
