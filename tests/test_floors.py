@@ -123,7 +123,8 @@ from triton.compiler import ASTSource
 from fusion_evidence.lib.measure import floors
 
 sizes = ["source_vectors", "target_vectors", "blocks"]
-for target, text in ((GPUTarget("cuda", 90, 32), "ptx"), (GPUTarget("hip", "gfx942", 64), "amdgcn")):
+targets = {GPUTarget("cuda", 90, 32): "ptx", GPUTarget("hip", "gfx942", 64): "amdgcn"}
+for target, text in targets.items():
     for bits, persistent in ((64, False), (32, True)):
         signature = {"source": f"*i{bits}", "target": f"*i{bits}", **dict.fromkeys(sizes, "i32")}
         constants = {"PER_VECTOR": 128 // bits, "BLOCK": 32768 // bits, "PERSISTENT": persistent}

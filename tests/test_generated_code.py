@@ -1,7 +1,13 @@
 """Whole-cache copies in generated code: real C++ on the CPU, Triton as Inductor prints it."""
 
+import inspect
+import json
+import subprocess
+import sys
+
 import pytest
 import torch
+
 from fusion_evidence.lib.graph.generated_code import (
     capture,
     kernels_touching,
@@ -361,3 +367,63 @@ def test_normalized_triton_ignores_hashes_and_comments_inside_kernels():
 def test_other_text_is_refused():
     with pytest.raises(ValueError, match="Inductor"):
         kernels_touching("print('hello')", 10)
+
+
+REAL_TRITON = """
+import json, os, sys
+os.environ.pop("TRITON_INTERPRET", None)
+import torch
+from torch._inductor import config
+from fusion_evidence.lib.graph.generated_code import capture
+
+BLOCK, HEADS, DIM = {BLOCK}, {HEADS}, {DIM}
+{source}
+# Inductor prints Triton code for the CPU too, with no GPU about; only compiling it needs a backend.
+torch.utils._triton.triton_hash_with_backend = lambda: "A" * 64
+cache = torch.zeros({BLOCKS}, BLOCK, HEADS, DIM, dtype=torch.bfloat16)
+slots, rows = torch.tensor([3, 70, 500]), torch.randn(3, HEADS, DIM).bfloat16()
+if {dynamic}:
+    for tensor in (slots, rows):
+        torch._dynamo.mark_dynamic(tensor, 0)
+with config.patch(cpu_backend="triton", force_disable_caches=True), capture() as codes:
+    try:
+        torch.compile({name}, fullgraph=True, dynamic=None if {dynamic} else False)(
+            cache, slots, rows
+        )
+    except Exception as error:
+        print(error, file=sys.stderr)
+print(json.dumps(codes))
+"""
+
+
+def real_triton(function, dynamic=False):
+    script = REAL_TRITON.format(
+        BLOCK=BLOCK,
+        BLOCKS=BLOCKS,
+        HEADS=HEADS,
+        DIM=DIM,
+        source=inspect.getsource(function),
+        name=function.__name__,
+        dynamic=dynamic,
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (code,) = json.loads(done.stdout.splitlines()[-1])
+    assert "@triton.jit" in code
+    return code
+
+
+def test_real_triton_copy_is_caught():
+    code = real_triton(write_by_copying)
+    found = kernels_touching(code, CACHE)
+    assert sum(entry.startswith("kernel triton_") for entry in found) >= 2
+    assert any(entry.startswith("allocation buf") for entry in found)
+    assert "triton_heuristics" in normalized(code)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_real_triton_in_place_write_passes(dynamic):
+    code = real_triton(write_in_place, dynamic)
+    assert kernels_touching(code, CACHE) == [] == unknown_sizes(code, CACHE)
+    (seen,) = kernels_touching(code, 1)
+    assert "768 elements" in seen

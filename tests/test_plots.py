@@ -168,7 +168,7 @@ def test_rounding_matrix_is_symmetric_and_complete():
     names = [label.get_text() for label in axes.get_yticklabels()]
     assert names == ["per op", "storage", "fp32\nthrough", "eager"]
     assert cells[0, 1] == cells[1, 0] == "6.5 %"
-    assert cells[2, 0] == "2.5e-06"
+    assert cells[2, 0] == "2.5 ppm"
     assert cells[1, 2] == "0"
     assert cells[3, 0] == "100 %"
     assert cells[0, 0] == cells[3, 2] == "–"
@@ -176,7 +176,7 @@ def test_rounding_matrix_is_symmetric_and_complete():
 
 def test_saving_ladder_prints_numbers_and_gaps():
     found = words(plots.saving_ladder(savings()))
-    for text in ("9.5 µs", "44.96 µs", "152 µs", "0.34 %", "not stated", "not measured"):
+    for text in ("9.5 µs", "44.96 µs", "152 µs", "0.34 %", "not stated", "no figure"):
         assert text in found
     frame = savings().assign(value=lambda f: f["value"].replace(9.5, -3.0))
     assert "-3 µs" in words(plots.saving_ladder(frame.drop(columns=["low", "high"])))

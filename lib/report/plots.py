@@ -154,8 +154,8 @@ def saving_ladder(frame: pd.DataFrame) -> Figure:
             longest = max((abs(x) for x in numbers if not math.isnan(x)), default=1.0) or 1.0
             for i, (source, row, number) in enumerate(zip(sources, rows, numbers, strict=True)):
                 if math.isnan(number):
-                    text = str(row["value"].iloc[0]) if len(row) else "not measured"
-                    text, end = text if text not in ("nan", "None") else "not measured", 0.0
+                    text = str(row["value"].iloc[0]) if len(row) else "no figure"
+                    text, end = text if text not in ("nan", "None") else "no figure", 0.0
                 else:
                     text, end = _with_unit(number, row["unit"].iloc[0]), max(number, 0.0)
                     axes.barh(i, number, height=0.62, color=colours[source])
@@ -296,7 +296,7 @@ def _share(rate: float) -> str:
     if rate == 0:
         return "0"
     if rate < 1e-4:
-        return f"{rate:.1e}"
+        return f"{1e6 * rate:.2g} ppm"
     return f"{100 * rate:.3g} %" if rate >= 0.1 else f"{100 * rate:.2g} %"
 
 
