@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import selectors
 import signal
@@ -203,6 +204,8 @@ def verify(notebook: Path, results: Path, parameters: Mapping[str, Any] | None =
     problems = []
     if evidence.notebook != name:
         problems.append(f"the evidence is of {evidence.notebook}")
+    if evidence.machine is None:
+        problems.append("the evidence names no machine")
     if not is_fresh(evidence, notebook.parent):
         problems.append("stale: the notebook or a module it imports has changed since")
     if parameters is not None and evidence.parameters != parameters:
@@ -289,6 +292,8 @@ def run(
             report(_table(table))
             report(f"{stop}: results so far are kept in {results}; `run --resume` goes on")
             return 128 + stop.number
+        except BrokenPipeError:  # nobody reads the progress any more
+            raise
         except OSError as error:
             raise _unwritable(results, error) from error
     report(_table(table))
@@ -385,8 +390,9 @@ def _follow(
 ) -> str | None:
     """Report progress until the process ends or a limit is reached; returns what went wrong."""
     assert process.stdout is not None
-    start = cell_start = spoken = time.monotonic()
-    cell, problem, rest = "", None, b""
+    start = spoken = time.monotonic()
+    cell_start = math.inf  # the start of the kernel counts towards the notebook's limit alone
+    cell, problem, rest = "start of the kernel", None, b""
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
         while True:
@@ -397,9 +403,7 @@ def _follow(
             }
             for what, moment in due.items():
                 if now >= moment:
-                    where = f"{cell or 'start of the kernel'}: " if what == "cell" else ""
-                    seconds = limits[f"{what}_seconds"]
-                    return f"{where}over the limit of {seconds:g} s per {what}"
+                    return f"{cell}: over the limit of {limits[f'{what}_seconds']:g} s per {what}"
             if now >= spoken + _HEARTBEAT:
                 spoken = now
                 report(f"{name}  {cell}  {_clock(now - start)}  still running")
@@ -483,7 +487,7 @@ def _locked(results: Path) -> Iterator[None]:
 
 
 def _unwritable(results: Path, error: OSError) -> BatchError:
-    return BatchError(f"cannot write results to {results}: {error.strerror or error}")
+    return BatchError(f"cannot write {error.filename or results}: {error.strerror or error}")
 
 
 @contextmanager
@@ -496,7 +500,11 @@ def _signals_raise() -> Iterator[None]:
             signal.signal(each, signal.SIG_IGN)
         raise Interrupted(number)
 
-    before = {number: signal.signal(number, interrupt) for number in numbers}
+    before = {
+        number: signal.signal(number, interrupt)
+        for number in numbers
+        if signal.getsignal(number) is not signal.SIG_IGN  # as under nohup
+    }
     try:
         yield
     finally:
@@ -510,7 +518,7 @@ def _signals_raise() -> Iterator[None]:
 def accept(
     notebooks: Sequence[Path], results: Path, accepted: Path, *, report: Report = print
 ) -> int:
-    """Copy verified results to the tracked folder; returns 1 when one had to be refused.
+    """Copy verified results to ``accepted/<machine>``; returns 1 when one had to be refused.
 
     Notebooks without a result are passed over. Raises BatchError when there is nothing at all.
     """
@@ -520,15 +528,17 @@ def accept(
         raise BatchError(f"no results in {results}")
     for path in present:
         copy = results / path.name
+        evidence = read_evidence(evidence_path(results, path.stem))
         problems = verify(path, results)
         if not problems and (size := copy.stat().st_size) > MAX_COPY_BYTES:
             problems = [f"the executed notebook has {size:,} bytes, over {MAX_COPY_BYTES:,}"]
-        if problems:
+        if problems or evidence.machine is None:
             refused += 1
             report(f"{path.stem}: refused: {'; '.join(problems)}")
             continue
-        evidence = evidence_path(results, path.stem)
-        write_text(accepted / copy.name, copy.read_text(encoding="utf-8"))
-        write_text(accepted / evidence.name, evidence.read_text(encoding="utf-8"))
-        report(f"{path.stem}: accepted: {read_evidence(evidence).tally()}")
+        folder = accepted / evidence.machine.name
+        for file in (copy, evidence_path(results, path.stem)):
+            write_text(folder / file.name, file.read_text(encoding="utf-8"))
+        note = " (made with uncommitted changes)" if evidence.dirty else ""
+        report(f"{path.stem}: accepted: {evidence.tally()}{note}")
     return int(refused > 0)

@@ -104,14 +104,12 @@ def accept(only: tuple[str, ...], machine: str | None, results: Path | None) -> 
     name = machine or machine_module.detect().name
     notebooks = batch.select_notebooks(paths.NOTEBOOKS, only)
     raise SystemExit(
-        batch.accept(
-            notebooks, results or paths.RUNS / name, paths.ACCEPTED / name, report=click.echo
-        )
+        batch.accept(notebooks, results or paths.RUNS / name, paths.ACCEPTED, report=click.echo)
     )
 
 
 @main.command()
-@click.option("--quick", is_flag=True, help="Stop after the checks that take seconds.")
+@click.option("--quick", is_flag=True, help="The short examination: minutes.")
 def doctor(quick: bool) -> None:
     """Say what this machine can run, what not, and why."""
     from fusion_evidence.lib.doctor import doctor as examine

@@ -16,6 +16,7 @@ import ctypes
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -64,11 +65,6 @@ def _prctl(option: int, value: int) -> None:
         ctypes.CDLL(None).prctl(option, value)
 
 
-def _stop(_signal: int, _frame: Any) -> None:
-    kill_descendants()
-    os._exit(1)
-
-
 def cell_title(cells: list[Any], index: int) -> str:
     """The first comment of a code cell, else the nearest heading above it."""
     first = cells[index].source.lstrip().splitlines()[0] if cells[index].source.strip() else ""
@@ -85,7 +81,13 @@ def cell_title(cells: list[Any], index: int) -> str:
 def main(job_file: str) -> int:
     """Execute the notebook that a job file describes; see `fusion_evidence.lib.batch`."""
     job = json.loads(Path(job_file).read_text(encoding="utf-8"))
-    signal.signal(STOP, _stop)
+
+    def stop(_signal: int, _frame: Any) -> None:
+        kill_descendants()
+        shutil.rmtree(job["scratch"], ignore_errors=True)  # a killed runner cannot
+        os._exit(1)
+
+    signal.signal(STOP, stop)
     _prctl(_SET_PDEATHSIG, STOP)
     _prctl(_SET_CHILD_SUBREAPER, 1)
     if os.getppid() != job["parent"]:  # it died before the two lines above
@@ -131,6 +133,7 @@ def _execute(job: dict[str, Any], say: Any) -> None:
         parameters=job["parameters"],
         kernel_name="python3",
         progress_bar=False,
+        start_timeout=300,  # a cold machine
         config=Config({"KernelManager": sockets if use_sockets else {}}),
         on_cell_start=cell_started,
     )

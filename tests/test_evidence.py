@@ -190,11 +190,11 @@ def test_fresh_follows_cells_parameters_and_imported_modules(
 
 
 def test_verdict_box_is_readable_and_escaped(book):
-    from fusion_evidence.lib.report.recorder import _box
+    from fusion_evidence.lib.report.box import box_html
 
     book.declare("T<1", rule="a < b")
     book.conclude("T<1", Verdict.FAIL, why="<script>")
-    page = _box(book.evidence)
+    page = box_html(book.evidence)
     assert "<script>" not in page
     assert "&lt;script&gt;" in page
     assert "T&lt;1" in page

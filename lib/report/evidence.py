@@ -222,7 +222,7 @@ def load_evidence(notebook: str, machine: str | None = None) -> Evidence:
 
 #: Modules of `lib` whose text cannot change a result.
 _NO_EFFECT = re.compile(
-    r"lib\.(report\.(plots\w*|card|publish)|publish|cli|batch|executor|doctor)\b"
+    r"lib\.(report\.(plots\w*|box|card|publish)|publish|cli|batch|executor|doctor)\b"
 )
 _FOLDERS = {
     "lib": Path(__file__).resolve().parents[1],

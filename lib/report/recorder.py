@@ -13,7 +13,6 @@ Every record is on disk when its call returns, so that a killed notebook keeps w
 
 from __future__ import annotations
 
-import html
 import sys
 import uuid
 from collections.abc import Mapping
@@ -28,6 +27,7 @@ from IPython.display import display
 from fusion_evidence.lib import paths
 from fusion_evidence.lib.measure import machine as machine_module
 from fusion_evidence.lib.parameters import check_namespace, read_parameters
+from fusion_evidence.lib.report.box import box_html, claim_title
 from fusion_evidence.lib.report.evidence import (
     Claim,
     Evidence,
@@ -45,13 +45,6 @@ from fusion_evidence.lib.report.evidence import (
 SENTINEL = "application/vnd.fusion-evidence.finished+json"
 
 _NOT_FINISHED = "not finished"
-_COLOURS = {
-    Verdict.PASS: "#1a7f37",
-    Verdict.PASS_WITH_LIMITATIONS: "#7d5a00",
-    Verdict.FAIL: "#b3261e",
-    Verdict.INCONCLUSIVE: "#6b3fa0",
-    Verdict.NOT_RUN: "#57606a",
-}
 
 
 class Recorder:
@@ -229,8 +222,8 @@ class Recorder:
         for claim in self.evidence.claims:
             if (claim.claim, claim.arm) == (name, arm):
                 return claim
-        declared = ", ".join(_title(claim) for claim in self.evidence.claims) or "none"
-        asked = _title(Claim(claim=name, arm=arm, rule=""))
+        declared = ", ".join(claim_title(claim) for claim in self.evidence.claims) or "none"
+        asked = claim_title(Claim(claim=name, arm=arm, rule=""))
         raise ValueError(f"claim {asked} was not declared; declared: {declared}")
 
     def _record(self, measurement: Measurement) -> None:
@@ -263,35 +256,11 @@ class Recorder:
     def _show_box(self, *, update: bool) -> None:
         if self._box_shown:
             plain = "\n".join(
-                f"{claim.verdict.value}: {_title(claim)}: {claim.why}"
+                f"{claim.verdict.value}: {claim_title(claim)}: {claim.why}"
                 for claim in self.evidence.claims
             )
-            bundle = {"text/html": _box(self.evidence), "text/plain": plain or "no claims yet"}
+            bundle = {"text/html": box_html(self.evidence), "text/plain": plain or "no claims yet"}
             _show(bundle, display_id=self._box_id, update=update)
-
-
-def _box(evidence: Evidence) -> str:
-    """The claims as HTML. Text takes the page's colour, so it reads on dark and on light."""
-    state = "" if evidence.run == "complete" else "&ensp;·&ensp;running"
-    machine = html.escape(evidence.machine.device_name) if evidence.machine else ""
-    rows = "".join(
-        '<div style="padding:.45em 0;border-top:1px solid rgba(128,128,128,.35)">'
-        f'<span style="background:{_COLOURS[claim.verdict]};color:#fff;border-radius:.3em;'
-        f'padding:.1em .5em;font-size:.8em;font-weight:600">{claim.verdict.value}</span> '
-        f"<b>{html.escape(_title(claim))}</b>: {html.escape(claim.why)}"
-        f'<div style="opacity:.75;font-size:.85em">Rule: {html.escape(claim.rule)}</div></div>'
-        for claim in evidence.claims
-    )
-    return (
-        '<div style="border:1px solid rgba(128,128,128,.5);border-radius:.5em;padding:.6em 1em;'
-        'max-width:60em;color:inherit;background:transparent;line-height:1.45">'
-        f'<div style="padding-bottom:.4em"><b>Verdicts</b>&ensp;·&ensp;{machine}{state}</div>'
-        f"{rows}</div>"
-    )
-
-
-def _title(claim: Claim) -> str:
-    return f"{claim.claim} [{claim.arm}]" if claim.arm else claim.claim
 
 
 def _show(bundle: dict[str, Any], **options: Any) -> None:
