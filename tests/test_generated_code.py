@@ -376,54 +376,57 @@ import torch
 from torch._inductor import config
 from fusion_evidence.lib.graph.generated_code import capture
 
-BLOCK, HEADS, DIM = {BLOCK}, {HEADS}, {DIM}
+BLOCKS, BLOCK, HEADS, DIM = {sizes}
 {source}
 # Inductor prints Triton code for the CPU too, with no GPU about; only compiling it needs a backend.
 torch.utils._triton.triton_hash_with_backend = lambda: "A" * 64
-cache = torch.zeros({BLOCKS}, BLOCK, HEADS, DIM, dtype=torch.bfloat16)
-slots, rows = torch.tensor([3, 70, 500]), torch.randn(3, HEADS, DIM).bfloat16()
-if {dynamic}:
-    for tensor in (slots, rows):
-        torch._dynamo.mark_dynamic(tensor, 0)
-with config.patch(cpu_backend="triton", force_disable_caches=True), capture() as codes:
-    try:
-        torch.compile({name}, fullgraph=True, dynamic=None if {dynamic} else False)(
-            cache, slots, rows
-        )
-    except Exception as error:
-        print(error, file=sys.stderr)
-print(json.dumps(codes))
+config.cpu_backend, config.force_disable_caches, config.compile_threads = "triton", True, 1
+found = {{}}
+for name in ("write_in_place", "write_by_copying", "dynamic"):
+    torch._dynamo.reset()
+    cache = torch.zeros(BLOCKS, BLOCK, HEADS, DIM, dtype=torch.bfloat16)
+    slots, rows = torch.tensor([3, 70, 500]), torch.randn(3, HEADS, DIM).bfloat16()
+    dynamic = False
+    if name == "dynamic":
+        dynamic = None
+        for tensor in (slots, rows):
+            torch._dynamo.mark_dynamic(tensor, 0)
+    function = write_by_copying if name == "write_by_copying" else write_in_place
+    with capture() as codes:
+        try:
+            torch.compile(function, fullgraph=True, dynamic=dynamic)(cache, slots, rows)
+        except Exception as error:
+            print(error, file=sys.stderr)
+    (found[name],) = codes
+print(json.dumps(found))
 """
 
 
-def real_triton(function, dynamic=False):
+@pytest.fixture(scope="module")
+def triton_codes():
+    """As `codes`, in Triton: in a process of its own, because Triton is not interpreted there."""
     script = REAL_TRITON.format(
-        BLOCK=BLOCK,
-        BLOCKS=BLOCKS,
-        HEADS=HEADS,
-        DIM=DIM,
-        source=inspect.getsource(function),
-        name=function.__name__,
-        dynamic=dynamic,
+        sizes=(BLOCKS, BLOCK, HEADS, DIM),
+        source=inspect.getsource(write_in_place) + inspect.getsource(write_by_copying),
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    (code,) = json.loads(done.stdout.splitlines()[-1])
-    assert "@triton.jit" in code
-    return code
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert all("@triton.jit" in code for code in found.values())
+    return found
 
 
-def test_real_triton_copy_is_caught():
-    code = real_triton(write_by_copying)
+def test_real_triton_copy_is_caught(triton_codes):
+    code = triton_codes["write_by_copying"]
     found = kernels_touching(code, CACHE)
     assert sum(entry.startswith("kernel triton_") for entry in found) >= 2
     assert any(entry.startswith("allocation buf") for entry in found)
     assert "triton_heuristics" in normalized(code)
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_real_triton_in_place_write_passes(dynamic):
-    code = real_triton(write_in_place, dynamic)
+@pytest.mark.parametrize("name", ["write_in_place", "dynamic"])
+def test_real_triton_in_place_write_passes(triton_codes, name):
+    code = triton_codes[name]
     assert kernels_touching(code, CACHE) == [] == unknown_sizes(code, CACHE)
     (seen,) = kernels_touching(code, 1)
     assert "768 elements" in seen
