@@ -155,7 +155,7 @@ class Clean(Base):
 
 class Cond(Base):
     def forward(self, x: Tensor) -> Tensor:
-        return torch.cond(x.shape[0] == 1, lambda t: t * 2, lambda t: t @ self.weight, (x,))
+        return torch.cond(x.shape[0] == 1, lambda t: t * 2, lambda t: t + 1, (x,))
 
 
 class Broken(Base):
