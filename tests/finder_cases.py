@@ -158,6 +158,21 @@ class Cond(Base):
         return torch.cond(x.shape[0] == 1, lambda t: t * 2, lambda t: t + 1, (x,))
 
 
+class TwoSizes(Base):
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        if x.shape[0] == other.shape[0]:  # found: False
+            return x + other
+        return x @ self.weight
+
+
+class Flattened(Base):
+    """Two dynamic sizes through one reshape, whose checks divide by them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, WIDTH)
+        return F.cross_entropy(rows @ self.weight, rows.argmax(-1))
+
+
 class Broken(Base):
     def forward(self, x: Tensor) -> Tensor:
         if x.sum() > 0:

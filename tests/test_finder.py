@@ -101,6 +101,37 @@ def test_nothing_in_clean_modules():
     inputs = (torch.randn(TOKENS, cases.WIDTH), torch.arange(TOKENS))
     assert find(cases.Clean(), inputs, {0: {0}, "ids": {0}}) == []
     assert run(cases.Cond) == []
+    assert find(cases.Flattened(), (torch.randn(5, 7, cases.WIDTH),), {"x": {0, 1}}) == []
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    assert find(layer, (torch.randn(5, 7, 8),), {"src": {0, 1}}) == []
+
+
+def test_compares_two_sizes():
+    inputs = (torch.randn(TOKENS, cases.WIDTH), torch.randn(30, cases.WIDTH))
+    (found,) = find(cases.TwoSizes(), inputs, {"x": {0}, "other": {0}})
+    assert (found.line, found.value) == marked(cases.TwoSizes)
+
+
+def test_operator_that_bounds_a_size_inside_torchs_own_layers():
+    """No user line exists; the layer's own is named."""
+    conv = torch.nn.Conv1d(4, 4, kernel_size=3)
+    (found,) = find(torch.nn.Sequential(conv), (torch.randn(2, 4, 20),), {"input": {2}})
+    assert (Path(found.file).name, found.value, found.kind) == ("conv.py", "3..int_oo", "bound")
+
+
+def test_a_model_nobody_here_wrote():
+    """Hugging Face's attention asks for one token twice, in a helper's helper."""
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    config = transformers.Qwen3Config(
+        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+    )  # fmt: skip
+    model = transformers.Qwen3ForCausalLM(config).eval()
+    inputs = {"input_ids": torch.randint(64, (2, 24)), "use_cache": False}
+    found = find(model, inputs, {"input_ids": {1}})
+    assert {Path(f.file).name for f in found} == {"sdpa_attention.py"}
+    assert any("q_length > 1" in f.expression and f.value == "True" for f in found)
+    assert all(f.kind == "zero_one" for f in found)
 
 
 @pytest.mark.parametrize("branch", [False, True], ids=["in_graph", "python_branch"])

@@ -29,6 +29,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from types import FrameType
 from typing import Any
 
@@ -48,6 +49,7 @@ _PLUMBING = (
 )
 _DYNAMO = os.path.join(TORCH, "_dynamo", "")
 _HELPERS = ("contextlib.py", "functools.py")
+_LAYERS = os.path.join(TORCH, "nn", "modules", "")
 _LARGEST = 2**40
 
 Dynamic = Mapping[str | int, Collection[int]]
@@ -89,7 +91,8 @@ def find(
         module: what is traced, as one full graph.
         example_inputs: positional arguments, or keyword arguments by name.
         dynamic: which dimensions vary; their example sizes must be at least 3, because tracing
-            takes sizes 0 and 1 for constants (3, so that a smaller one can be compared).
+            takes sizes 0 and 1 for constants (3, so that a smaller one can be compared). Equal
+            example sizes are taken for one and the same size, as tracing does.
 
     Raises:
         FinderError: an argument or dimension that does not exist, an example size under 3, a module
@@ -238,14 +241,21 @@ def _probe_sizes(expression: Any, least: int) -> list[int]:
     return sorted(size for size in sizes if size >= least)
 
 
+@lru_cache(maxsize=4096)
 def _constant_from(expression: Any, least: int) -> bool:
+    """Has the expression one value whatever its sizes are, from ``least`` on?"""
     import sympy
 
-    sizes = _probe_sizes(expression, least)
-    seen = {
-        expression.xreplace({s: sympy.Integer(n) for s in expression.free_symbols}) for n in sizes
-    }
-    return len(seen) == 1
+    symbols = sorted(expression.free_symbols, key=str)
+    seen = set()
+    for size in _probe_sizes(expression, least):
+        for apart in (0, 1):  # all sizes equal, and all different
+            sizes = {s: sympy.Integer(size + apart * i) for i, s in enumerate(symbols)}
+            try:
+                seen.add(expression.xreplace(sizes))
+            except (ZeroDivisionError, ValueError):
+                continue  # not defined there: a division by the size
+    return len(seen) <= 1
 
 
 def _same_for_every_size(expression: Any) -> bool:
@@ -265,7 +275,8 @@ def _name_symbols(env: Any, expression: Any) -> str:
         if sources.get(symbol):
             name = sources[symbol][0].name
             name = name() if callable(name) else name
-            name = re.sub(r"L\['(\w+)'\]", r"\1", name).replace(".size()", ".shape")
+            name = name.replace(".size()", ".shape")
+            name = re.sub(r"L(?:\['kwargs'\])?\['(\w+)'\]", r"\1", name)
             text = re.sub(rf"\b{symbol}\b", name.replace("\\", r"\\"), text)
     return text
 
@@ -293,12 +304,17 @@ def _locate() -> tuple[tuple[str, int] | None, str]:
     )
     directly = not _is_torch(file) or file.startswith(_DYNAMO)
     asker = "declared" if checked and directly else "operator" if in_operator else "user"
+    layer = None
     while frame is not None and _is_torch(frame.f_code.co_filename):
-        if frame.f_code.co_filename.endswith("symbolic_convert.py"):
+        file = frame.f_code.co_filename
+        if file.endswith("symbolic_convert.py"):
             return _dynamo_user_line(asker)
+        if layer is None and file.startswith(_LAYERS):
+            layer = (file, frame.f_lineno)
         frame = frame.f_back
-    where = (frame.f_code.co_filename, frame.f_lineno) if frame is not None else None
-    return where, asker
+    if frame is None or frame.f_code.co_filename == __file__:
+        return layer, asker  # the module is torch's own: its layer is the nearest there is
+    return (frame.f_code.co_filename, frame.f_lineno), asker
 
 
 def _dynamo_user_line(asker: str) -> tuple[tuple[str, int] | None, str]:
@@ -310,8 +326,8 @@ def _dynamo_user_line(asker: str) -> tuple[tuple[str, int] | None, str]:
     # Dynamo inlines torch's own Python too: what that decides is an operator's decision.
     if stack and _is_torch(stack[-1].filename):
         asker = "operator"
-    user = [(f.filename, f.lineno or 0) for f in stack if not _is_torch(f.filename)]
-    return (user[-1] if user else None), asker
+    user = [f for f in stack if not _is_torch(f.filename)] or stack
+    return ((user[-1].filename, user[-1].lineno or 0) if user else None), asker
 
 
 def _is_torch(file: str) -> bool:
@@ -421,7 +437,7 @@ def _fake_run(
         if not isinstance(value, Tensor):
             return value
         wanted = dims.get(name, set())
-        sizes = [kind.DYNAMIC if d in wanted else kind.STATIC for d in range(value.dim())]
+        sizes = [kind.DUCK if d in wanted else kind.STATIC for d in range(value.dim())]
         context: Any = symbolic_shapes.StatelessSymbolicContext(dynamic_sizes=sizes)
         source = ConstantSource(name + pytree.keystr(path))
         return mode.from_tensor(value, source=source, symbolic_context=context)
