@@ -96,20 +96,24 @@ def _sum_lanes(x, LANES: tl.constexpr, WARPS: tl.constexpr, SPELL_OUT: tl.conste
 
 @triton.jit
 def _tree_sum(
-    x, WARPS: tl.constexpr, LANES: tl.constexpr, ELEMENTS: tl.constexpr, PAIRWISE: tl.constexpr,
+    x, WARPS: tl.constexpr, LANES: tl.constexpr, ELEMENTS: tl.constexpr, ORDER: tl.constexpr,
     SPELL_OUT: tl.constexpr,
 ):  # fmt: skip
     """Sum of a whole row ``x[warps, lanes, elements]``: see `numerics.Reduction`."""
-    lanes = _sum_neighbours(x, ELEMENTS, PAIRWISE)
+    lanes = _sum_neighbours(x, ELEMENTS, ORDER == "pairwise")
     return _sum_lanes(tl.permute(lanes, (1, 0)), LANES, WARPS, SPELL_OUT)
 
 
 @triton.jit
-def _columns(WARPS: tl.constexpr, LANES: tl.constexpr, ELEMENTS: tl.constexpr):
+def _columns(WARPS: tl.constexpr, LANES: tl.constexpr, ELEMENTS: tl.constexpr, ORDER: tl.constexpr):
     """Column of each place of a row held as ``[warps, lanes, elements]``."""
     warp = tl.arange(0, WARPS)[:, None, None]
     lane = tl.arange(0, LANES)[None, :, None]
-    return (warp * LANES + lane) * ELEMENTS + tl.arange(0, ELEMENTS)[None, None, :]
+    element = tl.arange(0, ELEMENTS)[None, None, :]
+    if ORDER == "strided":
+        return (warp * ELEMENTS + element) * LANES + lane
+    else:
+        return (warp * LANES + lane) * ELEMENTS + element
 
 
 @triton.jit
@@ -174,7 +178,7 @@ def _prologue(
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
     MROPE: tl.constexpr, SECTION_T: tl.constexpr, SECTION_H: tl.constexpr, SECTION_W: tl.constexpr,
     ROUNDING: tl.constexpr, CONTRACTION: tl.constexpr, ROUND_PRODUCTS: tl.constexpr,
-    WARPS: tl.constexpr, LANES: tl.constexpr, ELEMENTS: tl.constexpr, PAIRWISE: tl.constexpr,
+    WARPS: tl.constexpr, LANES: tl.constexpr, ELEMENTS: tl.constexpr, ORDER: tl.constexpr,
     HEADS: tl.constexpr, DTYPE: tl.constexpr, SPELL_OUT: tl.constexpr, MARK: tl.constexpr,
     CHECK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -211,7 +215,7 @@ def _prologue(
             k_out + (token * KV_HEADS + head) * DIM,
             v_out + (token * KV_HEADS + head) * DIM,
         )
-    column = _columns(WARPS, LANES, ELEMENTS)
+    column = _columns(WARPS, LANES, ELEMENTS, ORDER)
     passes = column >= 2 * HALF
     wide = tl.arange(0, DIM)
     w = tl.load(weight + column)
@@ -247,7 +251,7 @@ def _prologue(
     value = value_cache + block * value_block + place * value_slot
     for i in tl.static_range(HEADS):
         x = xs[i].to(tl.float32)
-        total = _tree_sum(x * x, WARPS, LANES, ELEMENTS, PAIRWISE, SPELL_OUT)
+        total = _tree_sum(x * x, WARPS, LANES, ELEMENTS, ORDER, SPELL_OUT)
         scale = tl.rsqrt(total * (1.0 / DIM) + eps)
         y = _stored(_normalize(x, scale, w, ROUNDING, DTYPE, SPELL_OUT), DTYPE, SPELL_OUT)
         y1 = _normalize(firsts[i], scale, w1, ROUNDING, DTYPE, SPELL_OUT)
@@ -392,7 +396,7 @@ def _constants(
         # Eager PyTorch rounds a product to the promoted dtype of its factors.
         ROUND_PRODUCTS=numerics.rounding == "per_op" and table == dtype,
         WARPS=reduction.warps, LANES=reduction.lanes, ELEMENTS=reduction.elements,
-        PAIRWISE=reduction.order == "pairwise",
+        ORDER=reduction.order,
         DTYPE=tl.bfloat16 if dtype == torch.bfloat16 else tl.float16,
         SPELL_OUT=_INTERPRETED and dtype == torch.bfloat16,
     )  # fmt: skip

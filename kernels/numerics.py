@@ -11,20 +11,21 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 Rounding = Literal["per_op", "storage", "fp32_through"]
-Order = Literal["sequential", "pairwise"]
+Order = Literal["sequential", "pairwise", "strided"]
 Contraction = Literal["none", "cos", "sin"]
 
-MAX_ELEMENTS = 16
+MAX_ELEMENTS = 32
 
 
 @dataclass(frozen=True)
 class Reduction:
     """The tree that sums ``head_dim`` squares.
 
-    Element ``e`` of a row sits at ``[warp, lane, element]`` of the row viewed as
-    ``[warps, lanes, elements]``. First each lane adds its ``elements`` neighbours, in sequence
-    ``((x0 + x1) + x2) + ...`` or pairwise ``(x0 + x1) + (x2 + x3)``; then lanes are added by halves
-    (lane ``i`` with lane ``i + lanes/2``, down to 1); then warps likewise. The names are those of the
+    A row is viewed as ``[warps, lanes, elements]``. First each lane adds its ``elements`` neighbours,
+    ``sequential`` as in ``((x0 + x1) + x2) + ...`` or ``pairwise`` as in ``(x0 + x1) + (x2 + x3)``;
+    ``strided`` views the row as ``[warps, elements, lanes]`` instead, so that a lane adds, in sequence,
+    elements that lie ``lanes`` apart (a vector accumulator on a CPU). Then lanes are added by halves,
+    lane ``i`` with lane ``i + lanes/2``, down to one; then warps likewise. The names are those of the
     hardware the tree was first seen on; on another wavefront width the same tree gives the same bits.
 
     Raises:
@@ -70,20 +71,18 @@ class Reduction:
 
     @classmethod
     def candidates(cls, size: int) -> list[Reduction]:
-        """Every tree over ``size`` values that a compiler on 32- or 64-wide hardware may choose."""
-        trees: dict[tuple[int, ...], Reduction] = {}
+        """Every tree over ``size`` values that a compiler for a CPU or a GPU may choose."""
+        trees = []
         for warps in (1, 2, 4, 8, 16):
-            for lanes in (16, 32, 64):
+            for lanes in (8, 16, 32, 64):
                 elements = size // (warps * lanes)
                 if not 1 <= elements <= MAX_ELEMENTS:
                     continue
-                orders: tuple[Order, ...] = ("sequential", "pairwise")
-                for order in orders if elements > 2 else orders[:1]:
-                    trees.setdefault(
-                        (warps, lanes, elements, order == "pairwise"),
-                        cls(lanes, elements, warps, order),
-                    )
-        return list(trees.values())
+                for order in get_args(Order) if elements > 1 else ("sequential",):
+                    if order == "pairwise" and elements == 2:
+                        continue  # the same sum as in sequence
+                    trees.append(cls(lanes, elements, warps, order))
+        return trees
 
 
 @dataclass(frozen=True)

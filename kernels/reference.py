@@ -50,6 +50,8 @@ def tree_sum(values: Tensor, reduction: Reduction) -> Tensor:
             f"reduction {reduction} sums {reduction.size} values, got {values.shape[-1]}"
         )
     x = values.unflatten(-1, (reduction.warps, reduction.lanes, reduction.elements))
+    if reduction.order == "strided":
+        x = values.unflatten(-1, (reduction.warps, reduction.elements, reduction.lanes)).mT
     if reduction.order == "pairwise":
         while x.shape[-1] > 1:
             x = x[..., 0::2] + x[..., 1::2]
