@@ -1,0 +1,334 @@
+"""The prologue as one opaque operator: which body runs is decided at run time, inside.
+
+A compiled model holds a single call of ``fusion_evidence::qkv_prologue`` whatever the token count, so
+that no tracer can decide the branch once and for all. Inside, T in the decode range takes the fused
+kernel and any other T the fallback, eager or compiled on its own. Both count on the device, the fused
+kernel by itself, so that every replay of a captured graph counts; the host counts too, to compare.
+
+An operator's schema holds tensors, numbers and text. Shape, numerics and dispatch are none of these:
+they travel as one text, the *handle* of a `Configuration` registered in this process. The handle is
+made of the configuration's contents, so the same text can never mean two things, also in compiled
+code that a cache keeps for another process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from . import eager, fused
+from .checks import check_arguments
+from .numerics import Numerics
+from .shapes import AttentionShape
+
+Fallback = Literal["eager", "compiled"]
+Path = Literal["decode", "prefill"]
+Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
+
+DECODE, PREFILL, RESETS = 0, 1, 2
+"""What each of a marker's three int64 elements counts: decode runs, fallback runs, resets."""
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """What the operator computes and how it chooses its body.
+
+    decode: first and last token count that take the fused kernel; all others take the fallback.
+    fallback: ``eager``, or ``compiled``: the same code as one full graph of its own, with a graph for
+        T = 1 and one for every other T. The first T it meets is the size Inductor tunes for.
+    force_fallback: the fallback at every T, the fused kernel never.
+
+    Raises:
+        ValueError: no such range or fallback.
+    """
+
+    shape: AttentionShape
+    numerics: Numerics
+    decode: tuple[int, int] = (1, 1)
+    fallback: Fallback = "eager"
+    force_fallback: bool = False
+
+    def __post_init__(self) -> None:
+        first, last = self.decode
+        if not 1 <= first <= last:
+            raise ValueError(f"decode: expected 1 <= first <= last, got {self.decode}")
+        if self.fallback not in get_args(Fallback):
+            raise ValueError(
+                f"fallback: expected one of {get_args(Fallback)}, got {self.fallback!r}"
+            )
+
+    def path(self, tokens: int) -> Path:
+        """Which body ``tokens`` tokens take."""
+        first, last = self.decode
+        return "decode" if not self.force_fallback and first <= tokens <= last else "prefill"
+
+    @property
+    def handle(self) -> str:
+        """The text that stands for this configuration in the operator's arguments."""
+        digest = hashlib.sha256(repr(self).encode()).hexdigest()[:8]
+        decode = "never" if self.force_fallback else "{}..{}".format(*self.decode)
+        return f"{self.shape.name}, {self.numerics}, fused at {decode}, {self.fallback} {digest}"
+
+
+@dataclass
+class Registered:
+    """A configuration and what the operator remembers of it in this process.
+
+    calls: how often the operator's Python ran, by path: not again when a captured graph replays.
+    captured: how many of these calls ran nothing, because a CUDA graph was capturing.
+    in_a_graph: a CUDA graph has captured it at some time, so that the device may run it unseen.
+    """
+
+    configuration: Configuration
+    calls: Counter[Path] = field(default_factory=Counter)
+    captured: Counter[Path] = field(default_factory=Counter)
+    in_a_graph: bool = False
+    _full_graph: Callable[..., Outputs] | None = None
+    _graphs_made: set[tuple[bool, torch.dtype, torch.device]] = field(default_factory=set)
+
+
+_registry: dict[str, Registered] = {}
+
+
+def register(configuration: Configuration) -> Registered:
+    """Make a configuration known to the operator; again, and nothing changes."""
+    return _registry.setdefault(configuration.handle, Registered(configuration))
+
+
+def _registered(handle: str) -> Registered:
+    if handle not in _registry:
+        raise ValueError(
+            f"configuration: expected the handle of one registered in this process "
+            f"({'; '.join(_registry) or 'none is'}), got {handle!r}"
+        )
+    return _registry[handle]
+
+
+def new_marker(device: torch.device | str) -> Tensor:
+    """A zeroed marker: int64 ``[3]``, see `DECODE`, `PREFILL` and `RESETS`."""
+    return torch.zeros(3, dtype=torch.int64, device=device)
+
+
+@torch.library.custom_op(
+    "fusion_evidence::qkv_prologue", mutates_args=("key_cache", "value_cache", "marker")
+)
+def qkv_prologue(
+    qkv: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    marker: Tensor,
+    configuration: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Same contract as `reference.qkv_prologue`; results are new contiguous tensors at every T.
+
+    Args:
+        marker: int64 ``[3]`` on the device; one is added at `DECODE` or `PREFILL` for every run. Calls
+            that share it must not overlap.
+        configuration: handle of a registered `Configuration`.
+
+    Raises:
+        TypeError, ValueError: before anything is launched; naming argument, expected and got.
+        RuntimeError: a graph captures a compiled fallback that was never called at such a T.
+    """
+    entry = _registered(configuration)
+    chosen = entry.configuration
+    tensors = (
+        qkv, q_weight, k_weight, cos_sin, positions, slot_mapping, key_cache, value_cache
+    )  # fmt: skip
+    check_arguments(*tensors, chosen.shape, chosen.numerics)
+    _check_marker(marker, qkv)
+    path = chosen.path(qkv.shape[0])
+    if path == "decode":
+        if qkv.is_cpu and not fused._INTERPRETED:
+            raise ValueError("qkv: expected a tensor on the accelerator, got one on cpu")
+        ran = marker.narrow(0, DECODE, 1)
+        results = fused.qkv_prologue(*tensors, chosen.shape, chosen.numerics, marker=ran)
+    else:
+        results = _fallback(entry, *tensors)
+        marker.narrow(0, PREFILL, 1).add_(1)
+    entry.calls[path] += 1
+    if _capturing(qkv):
+        entry.captured[path] += 1
+        entry.in_a_graph = True
+    return results
+
+
+def _capturing(tensor: Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+@qkv_prologue.register_fake
+def _(
+    qkv: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    marker: Tensor,
+    configuration: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    # No check of sizes: it would put guards on the token count into the caller's graph.
+    others = dict(
+        q_weight=q_weight, k_weight=k_weight, cos_sin=cos_sin, positions=positions,
+        slot_mapping=slot_mapping, key_cache=key_cache, value_cache=value_cache, marker=marker,
+    )  # fmt: skip
+    for name, tensor in others.items():
+        if tensor.device != qkv.device:
+            raise ValueError(f"{name}: expected device {qkv.device} (qkv's), got {tensor.device}")
+    return _new_outputs(qkv, _registered(configuration).configuration.shape)
+
+
+def _new_outputs(qkv: Tensor, shape: AttentionShape) -> Outputs:
+    tokens = qkv.shape[0]
+    return (
+        qkv.new_empty(tokens, shape.q_heads, shape.head_dim),
+        qkv.new_empty(tokens, shape.kv_heads, shape.head_dim),
+        qkv.new_empty(tokens, shape.kv_heads, shape.head_dim),
+        qkv.new_empty(tokens, shape.q_size),
+    )
+
+
+def _check_marker(marker: Tensor, qkv: Tensor) -> None:
+    if marker.dtype != torch.int64:
+        raise TypeError(f"marker: expected dtype torch.int64, got {marker.dtype}")
+    if tuple(marker.shape) != (3,):
+        raise ValueError(f"marker: expected shape [3], got {list(marker.shape)}")
+    if marker.device != qkv.device:
+        raise ValueError(f"marker: expected device {qkv.device} (qkv's), got {marker.device}")
+
+
+@torch.no_grad()
+def _fallback(
+    entry: Registered,
+    qkv: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+) -> Outputs:
+    """The model's own code, with padding. It never synchronizes, so that graphs can capture it.
+
+    The code writes one cache row for every token. A padding token is sent to the cache's very last
+    row, which afterwards gets what belongs there: the row of the token that owns it, or what it held.
+    """
+    configuration = entry.configuration
+    if qkv.shape[0] == 0:
+        return _new_outputs(qkv, configuration.shape)
+    slots = slot_mapping.clamp(min=-1)  # -1 is the last row: block -1, its last place
+    held = [cache[-1, -1].clone() for cache in (key_cache, value_cache)]
+    arguments = (qkv, q_weight, k_weight, cos_sin, positions, slots, key_cache, value_cache)
+    if configuration.fallback == "compiled":
+        results = _run_full_graph(entry, *arguments)
+    else:
+        results = eager.qkv_prologue(*arguments, configuration.shape, configuration.numerics)
+    owns = slots == key_cache.shape[0] * key_cache.shape[1] - 1
+    owner, owned = owns.int().argmax().view(1), owns.any()
+    for cache, rows, row in zip((key_cache, value_cache), results[1:3], held, strict=True):
+        cache[-1, -1].copy_(torch.where(owned, rows.index_select(0, owner)[0], row))
+    # Of one token, V is a view of the input, which no operator may return.
+    q, k, v, gate = (_own(result, qkv) for result in results)
+    return q, k, v, gate
+
+
+def _own(result: Tensor, source: Tensor) -> Tensor:
+    shared = result.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
+    return result.clone(memory_format=torch.contiguous_format) if shared else result.contiguous()
+
+
+def _run_full_graph(entry: Registered, *arguments: Tensor) -> Outputs:
+    qkv, one = arguments[0], arguments[0].shape[0] == 1
+    graph = (one, qkv.dtype, qkv.device)
+    if _capturing(qkv) and graph not in entry._graphs_made:
+        raise RuntimeError(
+            f"the compiled fallback has no graph for T={qkv.shape[0]} yet, and none can be made while "
+            "a CUDA graph captures: call the operator at this T first"
+        )
+    if entry._full_graph is None:
+        entry._full_graph = full_graph(entry.configuration)
+    results = entry._full_graph(*arguments)
+    entry._graphs_made.add(graph)
+    return results
+
+
+def full_graph(configuration: Configuration) -> Callable[..., Outputs]:
+    """`eager.qkv_prologue` compiled on its own: ``(qkv, ..., value_cache) -> (q, k, v, gate)``.
+
+    One graph for T = 1 and one, dynamic in T, for every other. Slots below zero are not handled.
+    Every call of this function compiles anew.
+    """
+
+    def standalone(*tensors: Tensor) -> Outputs:
+        return eager.qkv_prologue(*tensors, configuration.shape, configuration.numerics)
+
+    compiled = torch.compile(standalone, fullgraph=True, dynamic=False)
+
+    def call(*tensors: Tensor) -> Outputs:
+        qkv, q_weight, k_weight, cos_sin, positions, slots, key_cache, value_cache = tensors
+        if qkv.shape[0] > 1:
+            # Marks stay on a tensor object, and these are the caller's: mark aliases of them.
+            qkv, positions, slots = (t.detach() for t in (qkv, positions, slots))
+            for tensor, dim in ((qkv, 0), (positions, positions.dim() - 1), (slots, 0)):
+                torch._dynamo.mark_dynamic(tensor, dim)
+        return compiled(qkv, q_weight, k_weight, cos_sin, positions, slots, key_cache, value_cache)
+
+    return call
+
+
+class OpaquePrologue:
+    """The operator with the prologue's common signature, counting into a marker of its own.
+
+    marker: int64 ``[3]`` on ``device``. handle: of its configuration. Under a tracer a call is one
+    node; ValueError when the model's shape or numerics are not the configuration's.
+    """
+
+    def __init__(self, configuration: Configuration, device: torch.device | str = "cpu") -> None:
+        self.configuration = configuration
+        self.handle = register(configuration).configuration.handle
+        self.marker = new_marker(device)
+
+    def __call__(
+        self,
+        qkv: Tensor,
+        q_weight: Tensor,
+        k_weight: Tensor,
+        cos_sin: Tensor,
+        positions: Tensor,
+        slot_mapping: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        shape: AttentionShape,
+        numerics: Numerics,
+    ) -> Outputs:
+        if shape != self.configuration.shape:
+            raise ValueError(f"shape: expected {self.configuration.shape}, got {shape}")
+        if numerics != self.configuration.numerics:
+            raise ValueError(f"numerics: expected {self.configuration.numerics}, got {numerics}")
+        return qkv_prologue(
+            qkv,
+            q_weight,
+            k_weight,
+            cos_sin,
+            positions,
+            slot_mapping,
+            key_cache,
+            value_cache,
+            self.marker,
+            self.handle,
+        )
