@@ -7,6 +7,7 @@ or doubled write shows as bits.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
@@ -55,6 +56,7 @@ def prologue_inputs(
     seed: int = 0,
     table: int = 4096,
     table_dtype: torch.dtype | None = None,
+    random_angles: bool = False,
     position_dims: int = 2,
     index_dtype: torch.dtype = torch.int64,
     block_size: int = 16,
@@ -65,6 +67,9 @@ def prologue_inputs(
 
     Args:
         table: rows P of the cos/sin table; ``table_dtype`` defaults to ``dtype``.
+        random_angles: any angle for any frequency. In a model's own table the slow half of them is
+            nearly 0 and turns nothing that bf16 can show, whichever row it comes from; only an oracle
+            that has its own table needs that one.
         position_dims: 2 for ``positions[3, T]``, 1 for ``positions[T]``.
         blocks: cache blocks N; by default about twice what the tokens fill.
         padding: how many tokens, chosen at random, get slot -1 (`kernels.eager` takes none).
@@ -100,12 +105,17 @@ def prologue_inputs(
     slots = torch.randperm(blocks * block_size, generator=generator, device=device)[:tokens]
     if padding:
         slots[torch.randperm(tokens, generator=generator, device=device)[:padding]] = -1
+    if random_angles:
+        turn = torch.rand(table, shape.rotary_dim // 2, generator=generator, device=device)
+        rotary = torch.cat(((math.tau * turn).cos(), (math.tau * turn).sin()), dim=-1)
+    else:
+        rotary = cos_sin_table(shape, table, torch.float32, device)
     cache = (blocks, block_size, shape.kv_heads, shape.head_dim)
     return Inputs(
         qkv=rows.view(tokens, shape.qkv_width).to(dtype),
         q_weight=(0.2 * normal(shape.head_dim)).to(dtype),
         k_weight=(0.2 * normal(shape.head_dim)).to(dtype),
-        cos_sin=cos_sin_table(shape, table, table_dtype or dtype, device),
+        cos_sin=rotary.to(table_dtype or dtype),
         positions=(positions if position_dims == 2 else first).to(index_dtype),
         slot_mapping=slots.to(index_dtype),
         key_cache=poisoned(*cache, dtype=dtype, device=device),
