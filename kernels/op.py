@@ -274,9 +274,31 @@ def full_graph(configuration: Configuration) -> Callable[..., Outputs]:
     Every call of this function compiles anew.
     """
 
-    def standalone(*tensors: Tensor) -> Outputs:
-        return eager.qkv_prologue(*tensors, configuration.shape, configuration.numerics)
+    def standalone(
+        qkv: Tensor,
+        q_weight: Tensor,
+        k_weight: Tensor,
+        cos_sin: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+    ) -> Outputs:
+        return eager.qkv_prologue(
+            qkv,
+            q_weight,
+            k_weight,
+            cos_sin,
+            positions,
+            slots,
+            key_cache,
+            value_cache,
+            configuration.shape,
+            configuration.numerics,
+        )
 
+    # Dynamo keeps its graphs, and limits their number, by code object: one for every configuration.
+    standalone.__code__ = standalone.__code__.replace()
     compiled = torch.compile(standalone, fullgraph=True, dynamic=False)
 
     def call(*tensors: Tensor) -> Outputs:
