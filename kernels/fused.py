@@ -31,7 +31,7 @@ BAD_POSITION, BAD_SLOT = 1, 2
 @triton.jit
 def _rounded(x, dtype: tl.constexpr, spell_out: tl.constexpr):
     """fp32 ``x`` rounded to the nearest ``dtype`` value, ties to even, still in fp32."""
-    if spell_out:  # Triton's interpreter truncates fp32 -> bf16
+    if spell_out and dtype == tl.bfloat16:  # Triton's interpreter truncates fp32 -> bf16
         bits = x.to(tl.uint32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
         return tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
@@ -249,6 +249,11 @@ def _prologue(
     block, place = slot // block_size, slot % block_size
     key = key_cache + block * key_block + place * key_slot
     value = value_cache + block * value_block + place * value_slot
+    # Copies leave first: they wait for no arithmetic.
+    for i in tl.static_range(HEADS):
+        tl.store(copied_out + i * DIM + wide, copies[i])
+        if (slot >= 0) & (not query):
+            tl.store(value + (head + i) * value_head + wide, copies[i])
     for i in tl.static_range(HEADS):
         x = xs[i].to(tl.float32)
         total = _tree_sum(x * x, WARPS, LANES, ELEMENTS, ORDER, SPELL_OUT)
@@ -259,13 +264,11 @@ def _prologue(
         z1 = _rotate(y1, y2, cos, -sin, ROUND_PRODUCTS, CONTRACTION, DTYPE, SPELL_OUT)
         z2 = _rotate(y2, y1, cos, sin, ROUND_PRODUCTS, CONTRACTION, DTYPE, SPELL_OUT)
         z1, z2 = _stored(z1, DTYPE, SPELL_OUT), _stored(z2, DTYPE, SPELL_OUT)
-        tl.store(copied_out + i * DIM + wide, copies[i])
         tl.store(out + i * DIM + column, y, mask=passes)
         tl.store(out + i * DIM + lane, z1, mask=turns)
         tl.store(out + i * DIM + HALF + lane, z2, mask=turns)
         if (slot >= 0) & (not query):
             cached = key + (head + i) * key_head
-            tl.store(value + (head + i) * value_head + wide, copies[i])
             tl.store(cached + column, y, mask=passes)
             tl.store(cached + lane, z1, mask=turns)
             tl.store(cached + HALF + lane, z2, mask=turns)
@@ -398,5 +401,5 @@ def _constants(
         WARPS=reduction.warps, LANES=reduction.lanes, ELEMENTS=reduction.elements,
         ORDER=reduction.order,
         DTYPE=tl.bfloat16 if dtype == torch.bfloat16 else tl.float16,
-        SPELL_OUT=_INTERPRETED and dtype == torch.bfloat16,
+        SPELL_OUT=_INTERPRETED,
     )  # fmt: skip

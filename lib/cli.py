@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from fusion_evidence.lib import paths
+from fusion_evidence.lib.graph.finder_cli import find_command
 
 
 class _Group(click.Group):
@@ -119,3 +120,6 @@ def doctor(quick: bool) -> None:
 
 if __name__ == "__main__":
     main()
+
+
+main.add_command(find_command)

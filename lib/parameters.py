@@ -152,8 +152,11 @@ def _convert(value: Any, kind: Any, text: bool) -> Any:
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         # A NaN or an infinity would make the executed notebook invalid JSON.
         return float(value) if number and math.isfinite(value) else _MISSING
-    if text and isinstance(value, tuple):  # `--set tokens=1,65`
-        value = list(value)
+    if text and origin is list:  # `--set tokens=1,65`, `--set peers=vllm,aiter`, `--set peers=`
+        if isinstance(value, tuple):
+            value = list(value)
+        elif isinstance(value, str):
+            value = [part.strip() for part in value.split(",") if part.strip()]
     if origin is list and isinstance(value, list):
         items = [_convert(item, arguments[0], text) for item in value]
         return items if all(item is not _MISSING for item in items) else _MISSING
