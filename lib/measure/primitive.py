@@ -295,4 +295,4 @@ def _copies(
 
 def nearest(studied: Sequence[int], tokens: int) -> int:
     """Which studied T stands for ``tokens``: the largest one not above it, else the smallest."""
-    return max((T for T in studied if T <= tokens), default=min(studied))
+    return max((T for T in studied if tokens >= T), default=min(studied))
