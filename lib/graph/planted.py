@@ -2,21 +2,30 @@
 
 Two are in an operator's registration: `planted` gives the real operator's body a wrong one, which
 ``torch.library.opcheck`` must refuse. The third is in the compiler: under Inductor's first
-functionalization, layers whose caches are views of one allocation are handed copies, and what comes
-back is not what was written. `layers` is that case; its generated code and its cache show it.
+functionalization, layers whose caches are views of one allocation are handed copies, made beyond the
+bounds of smaller ones. `layers` is that case. What runs is undefined, wrong contents on a CPU and an
+illegal access on a GPU, so `old_functionalization` lets it happen in a process of its own.
 """
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from fusion_evidence.kernels.numerics import Numerics
-from fusion_evidence.kernels.shapes import AttentionShape
+from fusion_evidence.kernels.numerics import Numerics, Reduction
+from fusion_evidence.kernels.op import Configuration, OpaquePrologue
+from fusion_evidence.kernels.shapes import AttentionShape, preset
+from fusion_evidence.lib.graph.generated_code import capture, kernels_touching
+from fusion_evidence.lib.measure.compare import compare
+from fusion_evidence.lib.measure.inputs import prologue_inputs
 
 Mistake = Literal["undeclared_mutation", "wrong_fake_stride"]
 
@@ -80,3 +89,62 @@ def layers(
         ]
 
     return forward
+
+
+@dataclass(frozen=True)
+class LayersRun:
+    """What `run_layers` saw.
+
+    copies: whatever in the generated code is at least as large as one layer's cache.
+    differ: elements of the allocation that differ from those of eager calls; None if it broke.
+    error: how it broke, or nothing.
+    """
+
+    copies: tuple[str, ...]
+    differ: int | None
+    error: str = ""
+
+
+def run_layers(
+    shape: AttentionShape, device: str, *, blocks: int = 512, block_size: int = 16, **settings: Any
+) -> LayersRun:
+    """Compile and run `layers`, two of them and three tokens, beside eager calls of the same.
+
+    ``settings`` are Inductor's. Dynamo is reset before.
+    """
+    numerics = Numerics(reduction=Reduction(32, shape.head_dim // 32))
+    function = layers(OpaquePrologue(Configuration(shape, numerics), device), shape, numerics)
+    inputs = prologue_inputs(shape, 3, device=device).args()[:6]
+    size = (2, 2, blocks, block_size, shape.kv_heads, shape.head_dim)
+    expected, kv = (torch.zeros(size, dtype=torch.bfloat16, device=device) for _ in range(2))
+    function(*inputs, expected)
+    torch._dynamo.reset()
+    with capture() as codes, torch._inductor.config.patch(**settings):
+        torch.compile(function, fullgraph=True)(*inputs, kv)
+    copies = tuple(i for code in codes for i in kernels_touching(code, kv[0, 0].numel()))
+    try:
+        return LayersRun(copies, compare(kv, expected).mismatches)
+    except RuntimeError as error:  # a device reports what went wrong when it is next waited for
+        return LayersRun(copies, None, str(error).partition("\n")[0])
+
+
+def old_functionalization(device: str, timeout: float = 300.0) -> LayersRun | None:
+    """`run_layers` with the third mistake, in a process of its own; None if this torch has none.
+
+    Raises RuntimeError when the process ends before it has compiled anything, with what it said.
+    """
+    if not hasattr(torch._inductor.config, "enable_auto_functionalized_v2"):
+        return None
+    command = [sys.executable, "-m", __name__, device]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+    try:
+        seen = json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        last = done.stderr.strip().rpartition("\n")[2]
+        raise RuntimeError(f"the planted case ended with {done.returncode}: {last}") from None
+    return LayersRun(tuple(seen["copies"]), seen["differ"], seen["error"])
+
+
+if __name__ == "__main__":
+    planted_run = run_layers(preset("compact"), sys.argv[1], enable_auto_functionalized_v2=False)
+    print(json.dumps(vars(planted_run)), flush=True)

@@ -174,6 +174,37 @@ def saving_ladder(frame: pd.DataFrame) -> Figure:
         return fig
 
 
+def marker_counts(frame: pd.DataFrame) -> Figure:
+    """What device and host counted in each run, against how often the path really ran.
+
+    Labels: run, path, where (`device` or `host`). `value`: runs counted, `of`: runs made.
+    """
+    data = _numbers(frame, "run", "path", "where", "of")
+    data["name"] = data["run"].astype(str) + ", " + data["path"].astype(str)
+    names = list(dict.fromkeys(data["name"]))
+    looks = {"device": (style.BLUE, -0.18), "host": (style.ORANGE, 0.18)}
+    shortest, longest = 0.35, max(data["value"].max(), data["of"].max(), 1.0)
+    with style.figure(1.2 + 0.5 * len(names)) as (fig, (axes,)):
+        for where, (colour, shift) in looks.items():
+            part = data[data["where"] == where]
+            rows = [names.index(name) + shift for name in part["name"]]
+            lengths = part["value"].clip(lower=shortest)
+            axes.barh(rows, lengths, height=0.32, color=colour, label=f"counted on the {where}")
+            for row, length, ran, of in zip(rows, lengths, part["value"], part["of"], strict=True):
+                text = f"{ran:,.0f} of {of:,.0f}"
+                at = (length, row)
+                axes.annotate(text, at, (5, 0), textcoords="offset points", va="center", fontsize=9)
+        axes.set_xscale("log")
+        axes.set_xlim(0.3, longest * 12)
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.set_yticks(range(len(names)), names)
+        axes.set_ylim(len(names) - 0.4, -0.6)
+        axes.set_xlabel("runs counted, of the runs made")
+        fig.legend(loc="outside lower center", ncols=2)
+        return fig
+
+
 def _rows(frame: pd.DataFrame, *columns: str) -> pd.DataFrame:
     missing = [c for c in ("value", *columns) if c not in frame]
     if missing or frame.empty:
