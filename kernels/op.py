@@ -116,7 +116,14 @@ def new_marker(device: torch.device | str) -> Tensor:
 
 
 @torch.library.custom_op(
-    "fusion_evidence::qkv_prologue", mutates_args=("key_cache", "value_cache", "marker")
+    "fusion_evidence::qkv_prologue",
+    mutates_args=("key_cache", "value_cache", "marker"),
+    # Written out: torch 2.4 cannot read it off annotations that are strings, as they are here.
+    schema=(
+        "(Tensor qkv, Tensor q_weight, Tensor k_weight, Tensor cos_sin, Tensor positions, "
+        "Tensor slot_mapping, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor(c!) marker, "
+        "str configuration) -> (Tensor, Tensor, Tensor, Tensor)"
+    ),
 )
 def qkv_prologue(
     qkv: Tensor,

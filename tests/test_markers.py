@@ -5,14 +5,12 @@ Everything that needs a captured CUDA graph runs on an accelerator only.
 
 from __future__ import annotations
 
-import pandas as pd
 import pytest
 import torch
 from test_op import BLOCK, DEVICE, NUMERICS, SHAPE, arguments, configuration
 
 from fusion_evidence.kernels import op
 from fusion_evidence.lib.measure.markers import Markers, StaleMarker, count_kernels
-from fusion_evidence.lib.report.plots import marker_counts
 from fusion_evidence.lib.service.model import ModelConfig, random_model, step
 
 on_device = pytest.mark.skipif(
@@ -206,13 +204,3 @@ def test_a_compiled_fallback_is_not_compiled_during_capture():
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph), pytest.raises(RuntimeError, match="call the operator at this T"):
         prologue(*given, SHAPE, NUMERICS)
-
-
-def test_figure_says_what_was_counted_of_what_ran():
-    rows = [
-        {"run": "replay", "path": "decode", "where": where, "value": value, "of": 4000}
-        for where, value in (("device", 4000), ("host", 0))
-    ]
-    axes = marker_counts(pd.DataFrame(rows)).axes[0]
-    assert [text.get_text() for text in axes.texts] == ["4,000 of 4,000", "0 of 4,000"]
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["replay, decode"]

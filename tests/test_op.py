@@ -309,6 +309,5 @@ def test_views_of_one_allocation_are_written_in_place():
     reason="this torch has one functionalization only",
 )
 def test_planted_views_under_the_old_functionalization_are_caught():
-    planted_run = old_functionalization(DEVICE)
-    assert planted_run.copies, "the caches are copied, and the generated code shows it"
-    assert planted_run.differ != 0, "and come back with other contents, or not at all"
+    """What comes back is undefined, at times even right: the generated code is what tells."""
+    assert old_functionalization(DEVICE).copies

@@ -225,3 +225,13 @@ def test_the_notebook_keeps_caption_and_alt():
 def test_no_figure_without_words(caption, alt):
     with pytest.raises(ValueError, match="caption"):
         style.show(plots.saving_ladder(savings()), caption=caption, alt=alt)
+
+
+def test_figure_says_what_was_counted_of_what_ran():
+    rows = [
+        {"run": "replay", "path": "decode", "where": where, "value": value, "of": 4000}
+        for where, value in (("device", 4000), ("host", 0))
+    ]
+    axes = plots.marker_counts(pd.DataFrame(rows)).axes[0]
+    assert [text.get_text() for text in axes.texts] == ["4,000 of 4,000", "0 of 4,000"]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["replay, decode"]

@@ -7,6 +7,7 @@ replayed: that difference is the reason for having both.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Literal
 
@@ -92,9 +93,11 @@ def count_kernels(call: Callable[[], object], name: str = KERNEL) -> int:
         raise RuntimeError("counting kernels by name needs a CUDA or ROCm device and there is none")
     torch.cuda.synchronize()
     activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
-        call()
-        torch.cuda.synchronize()
+    with warnings.catch_warnings():  # of a profiler with several cycles; this has one
+        warnings.filterwarnings("ignore", message=".*clears events at the end of each cycle")
+        with torch.profiler.profile(activities=activities) as profile:
+            call()
+            torch.cuda.synchronize()
     on_device = torch.autograd.DeviceType.CUDA
     return sum(
         event.name == name and event.device_type == on_device for event in profile.events() or ()
