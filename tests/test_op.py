@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from torch._inductor import config as inductor_config
 
 from fusion_evidence.kernels import eager, fused, op, reference
 from fusion_evidence.kernels.numerics import Numerics, Reduction
@@ -13,7 +14,6 @@ from fusion_evidence.kernels.shapes import preset
 from fusion_evidence.lib.graph.generated_code import capture, kernels_touching, unknown_sizes
 from fusion_evidence.lib.graph.planted import (
     LayersRun,
-    old_functionalization,
     opcheck,
     planted,
     run_layers,
@@ -300,14 +300,20 @@ def test_inductor_model_copies_no_cache():
     assert unknown_sizes(code, caches[0][0].numel()) == []
 
 
-def test_views_of_one_allocation_are_written_in_place():
-    assert run_layers(SHAPE, DEVICE) == LayersRun(copies=(), differ=0)
-
-
 @pytest.mark.skipif(
-    not hasattr(torch._inductor.config, "enable_auto_functionalized_v2"),
-    reason="this torch has one functionalization only",
+    not hasattr(inductor_config, "enable_auto_functionalized_v2"),
+    reason="this torch has the old functionalization only",
 )
+def test_views_of_one_allocation_are_written_in_place():
+    assert run_layers("compact", DEVICE) == LayersRun(copies=(), differ=0)
+
+
 def test_planted_views_under_the_old_functionalization_are_caught():
     """What comes back is undefined, at times even right: the generated code is what tells."""
-    assert old_functionalization(DEVICE).copies
+    assert run_layers("compact", DEVICE, old_functionalization=True).copies
+
+
+def test_a_run_that_ends_early_says_how():
+    broken = run_layers("no-such-shape", DEVICE)
+    assert broken.differ is None
+    assert "no-such-shape" in broken.error

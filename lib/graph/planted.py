@@ -4,7 +4,7 @@ Two are in an operator's registration: `planted` gives the real operator's body 
 ``torch.library.opcheck`` must refuse. The third is in the compiler: under Inductor's first
 functionalization, layers whose caches are views of one allocation are handed copies, made beyond the
 bounds of smaller ones. `layers` is that case. What runs is undefined, wrong contents on a CPU and an
-illegal access on a GPU, so `old_functionalization` lets it happen in a process of its own.
+illegal access on a GPU, so `run_layers` lets it happen in a process of its own.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def layers(
 
 @dataclass(frozen=True)
 class LayersRun:
-    """What `run_layers` saw.
+    """What a run of `layers` came to.
 
     copies: whatever in the generated code is at least as large as one layer's cache.
     differ: elements of the allocation that differ from those of eager calls; None if it broke.
@@ -106,20 +106,37 @@ class LayersRun:
 
 
 def run_layers(
-    shape: AttentionShape, device: str, *, blocks: int = 512, block_size: int = 16, **settings: Any
+    shape: str, device: str, *, old_functionalization: bool = False, timeout: float = 300.0
 ) -> LayersRun:
     """Compile and run `layers`, two of them and three tokens, beside eager calls of the same.
 
-    ``settings`` are Inductor's. Dynamo is reset before.
+    shape: name of a preset. In a process of its own: with the mistake, which is also all that torch
+    below 2.5 has, memory beyond a buffer's end is used.
     """
+    command = [sys.executable, "-m", __name__, shape, device, str(int(old_functionalization))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+    try:
+        seen = json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        last = done.stderr.strip().rpartition("\n")[2]
+        return LayersRun((), None, f"the process ended with {done.returncode}: {last}")
+    return LayersRun(tuple(seen["copies"]), seen["differ"], seen["error"])
+
+
+def _run_layers_here(
+    shape: AttentionShape, device: str, old_functionalization: bool, blocks: int = 512
+) -> LayersRun:
+    from torch._inductor import config
+
     numerics = Numerics(reduction=Reduction(32, shape.head_dim // 32))
     function = layers(OpaquePrologue(Configuration(shape, numerics), device), shape, numerics)
     inputs = prologue_inputs(shape, 3, device=device).args()[:6]
-    size = (2, 2, blocks, block_size, shape.kv_heads, shape.head_dim)
+    size = (2, 2, blocks, 16, shape.kv_heads, shape.head_dim)
     expected, kv = (torch.zeros(size, dtype=torch.bfloat16, device=device) for _ in range(2))
     function(*inputs, expected)
-    torch._dynamo.reset()
-    with capture() as codes, torch._inductor.config.patch(**settings):
+    known = hasattr(config, "enable_auto_functionalized_v2")
+    settings = {"enable_auto_functionalized_v2": not old_functionalization} if known else {}
+    with capture() as codes, config.patch(settings):
         torch.compile(function, fullgraph=True)(*inputs, kv)
     copies = tuple(i for code in codes for i in kernels_touching(code, kv[0, 0].numel()))
     try:
@@ -128,23 +145,6 @@ def run_layers(
         return LayersRun(copies, None, str(error).partition("\n")[0])
 
 
-def old_functionalization(device: str, timeout: float = 300.0) -> LayersRun | None:
-    """`run_layers` with the third mistake, in a process of its own; None if this torch has none.
-
-    Raises RuntimeError when the process ends before it has compiled anything, with what it said.
-    """
-    if not hasattr(torch._inductor.config, "enable_auto_functionalized_v2"):
-        return None
-    command = [sys.executable, "-m", __name__, device]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
-    try:
-        seen = json.loads(done.stdout.splitlines()[-1])
-    except (IndexError, ValueError):
-        last = done.stderr.strip().rpartition("\n")[2]
-        raise RuntimeError(f"the planted case ended with {done.returncode}: {last}") from None
-    return LayersRun(tuple(seen["copies"]), seen["differ"], seen["error"])
-
-
 if __name__ == "__main__":
-    planted_run = run_layers(preset("compact"), sys.argv[1], enable_auto_functionalized_v2=False)
-    print(json.dumps(vars(planted_run)), flush=True)
+    result = _run_layers_here(preset(sys.argv[1]), sys.argv[2], sys.argv[3] == "1")
+    print(json.dumps(vars(result)), flush=True)
