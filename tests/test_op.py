@@ -6,7 +6,6 @@ import re
 
 import pytest
 import torch
-from torch._inductor import config as inductor_config
 
 from fusion_evidence.kernels import eager, fused, op, reference
 from fusion_evidence.kernels.numerics import Numerics, Reduction
@@ -229,6 +228,7 @@ def test_handles_differ_where_configurations_do():
 def test_opcheck(options, tokens):
     prologue = op.OpaquePrologue(configuration(**options), DEVICE)
     slots = [-1, 5, -1][:tokens]
+    prologue(*arguments(tokens, slots), SHAPE, NUMERICS)  # torch 2.4 cannot compile inside opcheck
     torch.library.opcheck(
         op.qkv_prologue, (*arguments(tokens, slots), prologue.marker, prologue.handle)
     )
@@ -238,7 +238,7 @@ def test_opcheck(options, tokens):
     ("mistake", "test", "says"),
     [
         ("undeclared_mutation", "test_schema", "key_cache is not defined as mutable"),
-        ("wrong_fake_stride", "test_faketensor", "(?i)stride mismatch"),
+        ("wrong_fake_stride", "strides", r"output 2: the fake has strides \(1024, 64, 1\)"),
     ],
 )
 def test_planted_registrations_are_caught(mistake, test, says):
@@ -300,11 +300,11 @@ def test_inductor_model_copies_no_cache():
     assert unknown_sizes(code, caches[0][0].numel()) == []
 
 
-@pytest.mark.skipif(
-    not hasattr(inductor_config, "enable_auto_functionalized_v2"),
-    reason="this torch has the old functionalization only",
-)
 def test_views_of_one_allocation_are_written_in_place():
+    from torch._inductor import config  # at the top it would import Triton before the kernels do
+
+    if not hasattr(config, "enable_auto_functionalized_v2"):
+        pytest.skip("this torch has the old functionalization only")
     assert run_layers("compact", DEVICE) == LayersRun(copies=(), differ=0)
 
 
