@@ -44,11 +44,12 @@ def check_arguments(
     Only metadata is read, never a value, so the check costs no synchronization and works while a graph
     captures. `check_values` looks at the values.
     """
-    if numerics.reduction.size != shape.head_dim:
-        raise ValueError(
-            f"numerics.reduction: expected a tree over head_dim={shape.head_dim} values, got "
-            f"{numerics.reduction} over {numerics.reduction.size}"
-        )
+    for reduction in numerics.reductions:
+        if reduction.size != shape.head_dim:
+            raise ValueError(
+                f"numerics.reduction: expected a tree over head_dim={shape.head_dim} values, got "
+                f"{reduction} over {reduction.size}"
+            )
     _expect_dtype("qkv", qkv, STORAGE_DTYPES)
     _expect_shape("qkv", qkv, (None, shape.qkv_width))
     tokens = qkv.shape[0]

@@ -20,12 +20,13 @@ import triton.language as tl
 from torch import Tensor
 
 from .checks import check_arguments
-from .numerics import Numerics
+from .numerics import Numerics, Reduction
 from .shapes import AttentionShape
 
 _INTERPRETED = not isinstance(tl.sum, triton.JITFunction)
 
 BAD_POSITION, BAD_SLOT = 1, 2
+VECTOR = 8  # elements of 16 bits in the widest load
 
 
 @triton.jit
@@ -41,17 +42,19 @@ def _rounded(x, dtype: tl.constexpr, spell_out: tl.constexpr):
 
 @triton.jit
 def _sum_neighbours(x, count: tl.constexpr, pairwise: tl.constexpr):
-    """Sum the last dimension of ``x[warps, lanes, count]`` inside each lane, in the declared order."""
+    """Sum the last dimension, of size ``count``, of ``x[a, b, c, count]``, in the declared order."""
     if count == 1:
-        return tl.reshape(x, (x.shape[0], x.shape[1]))
+        return tl.reshape(x, (x.shape[0], x.shape[1], x.shape[2]))
     elif count == 2:
         a, b = tl.split(x)
         return a + b
     elif pairwise:
-        a, b = tl.split(tl.reshape(x, (x.shape[0], x.shape[1], count // 2, 2)))
+        pairs = tl.reshape(x, (x.shape[0], x.shape[1], x.shape[2], count // 2, 2))
+        a, b = tl.split(pairs)
         return _sum_neighbours(a + b, count // 2, pairwise)
     else:
-        return _sum_in_sequence(tl.zeros((x.shape[0], x.shape[1]), tl.float32), x, count, True)
+        zero = tl.zeros((x.shape[0], x.shape[1], x.shape[2]), tl.float32)
+        return _sum_in_sequence(zero, x, count, True)
 
 
 @triton.jit
@@ -64,8 +67,8 @@ def _sum_in_sequence(total, x, count: tl.constexpr, first: tl.constexpr):
         else:
             return (total + a) + b
     else:
-        halves = tl.reshape(x, (x.shape[0], x.shape[1], 2, count // 2))
-        left, right = tl.split(tl.permute(halves, (0, 1, 3, 2)))
+        halves = tl.reshape(x, (x.shape[0], x.shape[1], x.shape[2], 2, count // 2))
+        left, right = tl.split(tl.permute(halves, (0, 1, 2, 4, 3)))
         total = _sum_in_sequence(total, left, count // 2, first)
         return _sum_in_sequence(total, right, count // 2, False)
 
@@ -81,39 +84,29 @@ def _sum_halves(x, count: tl.constexpr):
 
 
 @triton.jit
-def _sum_lanes(x, LANES: tl.constexpr, WARPS: tl.constexpr, SPELL_OUT: tl.constexpr):
-    """Sum ``x[lanes, warps]`` to a scalar: each warp's lanes by halves, then the warps by halves."""
-    if WARPS > 1:
-        even, odd = tl.split(tl.reshape(x, (LANES, WARPS // 2, 2)))
-        return _sum_lanes(even, LANES, WARPS // 2, SPELL_OUT) + _sum_lanes(
-            odd, LANES, WARPS // 2, SPELL_OUT
-        )
-    elif SPELL_OUT:  # Triton's interpreter adds in NumPy's order
-        return tl.sum(_sum_halves(tl.reshape(x, (1, LANES)), LANES), axis=0)
-    else:
-        return tl.sum(tl.reshape(x, (LANES,)), axis=0)
+def _tree_sum(x, TREE: tl.constexpr, SPELL_OUT: tl.constexpr):
+    """Sum of a whole row ``x[head_dim]``, ``TREE`` = (warps, lanes, elements, order, side): see
+    `numerics.Reduction`.
 
-
-@triton.jit
-def _tree_sum(
-    x, WARPS: tl.constexpr, LANES: tl.constexpr, ELEMENTS: tl.constexpr, ORDER: tl.constexpr,
-    SPELL_OUT: tl.constexpr,
-):  # fmt: skip
-    """Sum of a whole row ``x[warps, lanes, elements]``: see `numerics.Reduction`."""
-    lanes = _sum_neighbours(x, ELEMENTS, ORDER == "pairwise")
-    return _sum_lanes(tl.permute(lanes, (1, 0)), LANES, WARPS, SPELL_OUT)
-
-
-@triton.jit
-def _columns(WARPS: tl.constexpr, LANES: tl.constexpr, ELEMENTS: tl.constexpr, ORDER: tl.constexpr):
-    """Column of each place of a row held as ``[warps, lanes, elements]``."""
-    warp = tl.arange(0, WARPS)[:, None, None]
-    lane = tl.arange(0, LANES)[None, :, None]
-    element = tl.arange(0, ELEMENTS)[None, None, :]
+    ``side`` of the tree's lanes lie side by side in one hardware lane, which so reads 16 bytes at a time
+    whatever the tree. Lanes added by halves then meet across hardware lanes first and inside them last.
+    """
+    WARPS: tl.constexpr = TREE[0]
+    LANES: tl.constexpr = TREE[1]
+    ELEMENTS: tl.constexpr = TREE[2]
+    ORDER: tl.constexpr = TREE[3]
+    SIDE: tl.constexpr = TREE[4]
     if ORDER == "strided":
-        return (warp * ELEMENTS + element) * LANES + lane
-    else:
-        return (warp * LANES + lane) * ELEMENTS + element
+        x = tl.permute(tl.reshape(x, (WARPS, ELEMENTS, LANES)), (0, 2, 1))
+    rows = tl.reshape(x, (WARPS, LANES // SIDE, SIDE, ELEMENTS))
+    lanes = _sum_neighbours(rows, ELEMENTS, ORDER == "pairwise")
+    if SPELL_OUT:  # Triton's interpreter adds in NumPy's order
+        groups = tl.reshape(tl.permute(lanes, (0, 2, 1)), (WARPS * SIDE, LANES // SIDE))
+        sides = tl.reshape(_sum_halves(groups, LANES // SIDE), (WARPS, SIDE))
+        warps = tl.reshape(_sum_halves(sides, SIDE), (1, WARPS))
+        return tl.sum(_sum_halves(warps, WARPS), axis=0)
+    else:  # one value a hardware lane: Triton adds them by halves, with shuffles
+        return tl.sum(_sum_halves(tl.sum(lanes, axis=1), SIDE), axis=0)
 
 
 @triton.jit
@@ -178,9 +171,9 @@ def _prologue(
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
     MROPE: tl.constexpr, SECTION_T: tl.constexpr, SECTION_H: tl.constexpr, SECTION_W: tl.constexpr,
     ROUNDING: tl.constexpr, CONTRACTION: tl.constexpr, ROUND_PRODUCTS: tl.constexpr,
-    WARPS: tl.constexpr, LANES: tl.constexpr, ELEMENTS: tl.constexpr, ORDER: tl.constexpr,
-    HEADS: tl.constexpr, DTYPE: tl.constexpr, SPELL_OUT: tl.constexpr, MARK: tl.constexpr,
-    CHECK: tl.constexpr, OVERLAP: tl.constexpr,
+    Q_TREE: tl.constexpr, K_TREE: tl.constexpr, ONE_TREE: tl.constexpr, HEADS: tl.constexpr,
+    DTYPE: tl.constexpr, SPELL_OUT: tl.constexpr, MARK: tl.constexpr, CHECK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     GROUPS: tl.constexpr = (Q_HEADS + KV_HEADS) // HEADS
     program = tl.program_id(0)
@@ -194,7 +187,7 @@ def _prologue(
     lane = tl.arange(0, triton.next_power_of_2(HALF))
     turns = lane < HALF
     axis = _position_row(lane, MROPE, SECTION_T, SECTION_H, SECTION_W)
-    position = tl.load(positions + axis * position_row + token * position_stride)
+    position = tl.load(positions + axis.to(tl.int64) * position_row + token * position_stride)
     slot = tl.load(slot_mapping + token * slot_stride).to(tl.int64)
 
     # A query head is normalized and its gate copied; a K head is normalized and its V copied.
@@ -215,9 +208,8 @@ def _prologue(
             k_out + (token * KV_HEADS + head) * DIM,
             v_out + (token * KV_HEADS + head) * DIM,
         )
-    column = _columns(WARPS, LANES, ELEMENTS, ORDER)
+    column = tl.arange(0, DIM)
     passes = column >= 2 * HALF
-    wide = tl.arange(0, DIM)
     w = tl.load(weight + column)
     w1 = tl.load(weight + lane, mask=turns, other=0.0)
     w2 = tl.load(weight + HALF + lane, mask=turns, other=0.0)
@@ -229,7 +221,7 @@ def _prologue(
         xs += (tl.load(source + i * step + column),)
         firsts += (tl.load(source + i * step + lane, mask=turns, other=0.0),)
         seconds += (tl.load(source + i * step + HALF + lane, mask=turns, other=0.0),)
-        copies += (tl.load(copied + i * step + wide),)
+        copies += (tl.load(copied + i * step + column),)
 
     if CHECK:
         outside = (position < 0) | (position >= table_rows)
@@ -241,7 +233,9 @@ def _prologue(
             slot = slot * 0 - 1
     if MARK:
         if program == 0:
-            tl.store(marker, tl.load(marker) + 1)
+            tl.atomic_add(
+                marker, 1, sem="relaxed"
+            )  # nobody waits for it, as for a load and a store
 
     entry = cos_sin + position.to(tl.int64) * cos_sin_stride + lane
     cos = tl.load(entry, mask=turns, other=0.0).to(tl.float32)
@@ -251,12 +245,17 @@ def _prologue(
     value = value_cache + block * value_block + place * value_slot
     # Copies leave first: they wait for no arithmetic.
     for i in tl.static_range(HEADS):
-        tl.store(copied_out + i * DIM + wide, copies[i])
+        tl.store(copied_out + i * DIM + column, copies[i])
         if (slot >= 0) & (not query):
-            tl.store(value + (head + i) * value_head + wide, copies[i])
+            tl.store(value + (head + i) * value_head + column, copies[i])
     for i in tl.static_range(HEADS):
         x = xs[i].to(tl.float32)
-        total = _tree_sum(x * x, WARPS, LANES, ELEMENTS, ORDER, SPELL_OUT)
+        if ONE_TREE:  # noqa: SIM114 - decided when compiled, the other one on the device
+            total = _tree_sum(x * x, Q_TREE, SPELL_OUT)
+        elif query:
+            total = _tree_sum(x * x, Q_TREE, SPELL_OUT)
+        else:
+            total = _tree_sum(x * x, K_TREE, SPELL_OUT)
         scale = tl.rsqrt(total * (1.0 / DIM) + eps)
         y = _stored(_normalize(x, scale, w, ROUNDING, DTYPE, SPELL_OUT), DTYPE, SPELL_OUT)
         y1 = _normalize(firsts[i], scale, w1, ROUNDING, DTYPE, SPELL_OUT)
@@ -336,6 +335,11 @@ def qkv_prologue(
     )
     _check_flag("marker", marker, torch.int64, qkv)
     _check_flag("errors", errors, torch.int32, qkv)
+    if qkv.device.type == "cpu" and not _INTERPRETED:
+        raise RuntimeError(
+            "on a CPU the kernel runs in Triton's interpreter, to be chosen before Triton is imported: "
+            "import fusion_evidence.kernels before torch.compile is used, or set TRITON_INTERPRET=1"
+        )
     tokens, dim = qkv.shape[0], shape.head_dim
     q = qkv.new_empty(tokens, shape.q_heads, dim)
     k = qkv.new_empty(tokens, shape.kv_heads, dim)
@@ -390,7 +394,7 @@ def _constants(
 ) -> dict[str, Any]:
     mrope = "interleaved" if shape.mrope_interleaved else "chunked"
     section_t, section_h, section_w = shape.mrope_section
-    reduction = numerics.reduction
+    q_reduction, k_reduction = numerics.reductions
     return dict(
         Q_HEADS=shape.q_heads, KV_HEADS=shape.kv_heads, DIM=shape.head_dim, HALF=shape.rotary_dim // 2,
         MROPE="none" if position_dims == 1 else mrope,
@@ -398,8 +402,15 @@ def _constants(
         ROUNDING=numerics.rounding, CONTRACTION=numerics.contraction,
         # Eager PyTorch rounds a product to the promoted dtype of its factors.
         ROUND_PRODUCTS=numerics.rounding == "per_op" and table == dtype,
-        WARPS=reduction.warps, LANES=reduction.lanes, ELEMENTS=reduction.elements,
-        ORDER=reduction.order,
+        Q_TREE=_tree(q_reduction), K_TREE=_tree(k_reduction),
+        ONE_TREE=q_reduction == k_reduction,
         DTYPE=tl.bfloat16 if dtype == torch.bfloat16 else tl.float16,
         SPELL_OUT=_INTERPRETED,
     )  # fmt: skip
+
+
+def _tree(reduction: Reduction) -> tuple[int, int, int, str, int]:
+    """What `_tree_sum` takes: the tree, and how many of its lanes one hardware lane holds."""
+    elements = reduction.elements
+    side = 1 if reduction.order == "strided" else min(reduction.lanes, max(1, VECTOR // elements))
+    return reduction.warps, reduction.lanes, elements, reduction.order, side

@@ -79,9 +79,13 @@ class Reduction:
                 if not 1 <= elements <= MAX_ELEMENTS:
                     continue
                 for order in get_args(Order) if elements > 1 else ("sequential",):
-                    if order == "pairwise" and elements == 2:
-                        continue  # the same sum as in sequence
-                    trees.append(cls(lanes, elements, warps, order))
+                    # Two elements add in one way; two strided ones are the last halving of more lanes.
+                    if (
+                        elements > 2
+                        or order == "sequential"
+                        or (order == "strided" and lanes == 64)
+                    ):
+                        trees.append(cls(lanes, elements, warps, order))
         return trees
 
 
@@ -94,6 +98,8 @@ class Numerics:
         sum (eager PyTorch). ``storage``: after the norm and after the rotation (vLLM's and SGLang's
         Triton kernels). ``fp32_through``: once, at the end (Inductor, when norm and rotation share a
         kernel).
+    k_reduction:
+        The tree of K where it is not Q's: a compiler makes two kernels of them and may give each its own.
     contraction:
         Which rotation product enters the sum unrounded, through a fused multiply-add: the one with
         ``cos``, the one with ``sin``, or ``none``. ``per_op`` rounds both and takes ``none`` only.
@@ -105,6 +111,7 @@ class Numerics:
     rounding: Rounding = "fp32_through"
     reduction: Reduction = field(default_factory=lambda: Reduction(32, 8))
     contraction: Contraction = "none"
+    k_reduction: Reduction | None = None
 
     def __post_init__(self) -> None:
         if self.rounding not in get_args(Rounding):
@@ -116,5 +123,12 @@ class Numerics:
         if self.rounding == "per_op" and self.contraction != "none":
             raise ValueError("rounding 'per_op' rounds both products: contraction must be 'none'")
 
+    @property
+    def reductions(self) -> tuple[Reduction, Reduction]:
+        """The trees of Q and of K."""
+        return self.reduction, self.k_reduction or self.reduction
+
     def __str__(self) -> str:
-        return f"{self.rounding}, {self.reduction}, contraction {self.contraction}"
+        q, k = self.reductions
+        trees = str(q) if q == k else f"Q {q}, K {k}"
+        return f"{self.rounding}, {trees}, contraction {self.contraction}"

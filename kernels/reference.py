@@ -84,7 +84,7 @@ def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     error = (product - (total - back)) + (addend - back)
     bits = total.contiguous().view(torch.int64)
     outward = (error > 0) == (total > 0)
-    sticky = (error != 0) & (bits & 1 == 0)
+    sticky = (error != 0) & (bits & 1 == 0) & total.isfinite()
     bits = torch.where(sticky, torch.where(outward, bits + 1, bits - 1), bits)
     return bits.view(torch.float64).float()
 
@@ -104,16 +104,25 @@ def select_cos_sin(
 
 
 def norm_rope(
-    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, shape: AttentionShape, numerics: Numerics
+    x: Tensor,
+    weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    shape: AttentionShape,
+    numerics: Numerics,
+    reduction: Reduction,
 ) -> Tensor:
-    """RMSNorm and rotation of head rows ``x[T, heads, D]`` with ``cos``/``sin`` ``[T, rotary_dim/2]``."""
+    """RMSNorm and rotation of head rows ``x[T, heads, D]`` with ``cos``/``sin`` ``[T, rotary_dim/2]``.
+
+    ``reduction`` is the tree of these heads, one of ``numerics.reductions``.
+    """
     dtype = x.dtype
 
     def rounded(value: Tensor, target: torch.dtype = dtype) -> Tensor:
         return value.to(target).float()
 
     values = x.float()
-    mean = tree_sum(values * values, numerics.reduction) * (1.0 / shape.head_dim)
+    mean = tree_sum(values * values, reduction) * (1.0 / shape.head_dim)
     y = values * torch.rsqrt(mean + shape.eps)[..., None] * (1.0 + weight.float())
     if numerics.rounding != "fp32_through":
         y = rounded(y)
@@ -192,8 +201,8 @@ def qkv_prologue(
     k = k.unflatten(-1, (shape.kv_heads, dim))
     v = v.unflatten(-1, (shape.kv_heads, dim)).contiguous()
     cos, sin = select_cos_sin(cos_sin, positions, shape)
-    q = norm_rope(q, q_weight, cos, sin, shape, numerics)
-    k = norm_rope(k, k_weight, cos, sin, shape, numerics)
+    q = norm_rope(q, q_weight, cos, sin, shape, numerics, numerics.reductions[0])
+    k = norm_rope(k, k_weight, cos, sin, shape, numerics, numerics.reductions[1])
     block_size = key_cache.shape[1]
     written = slot_mapping >= 0
     slots = slot_mapping[written].long()

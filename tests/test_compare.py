@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+
 from fusion_evidence.lib.measure import compare as module
 from fusion_evidence.lib.measure.compare import (
     Comparison,

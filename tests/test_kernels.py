@@ -13,7 +13,7 @@ import torch
 
 from fusion_evidence.kernels import fused, reference
 from fusion_evidence.kernels.checks import check_values
-from fusion_evidence.kernels.fused import Launch, _columns, _tree_sum
+from fusion_evidence.kernels.fused import Launch, _tree, _tree_sum
 from fusion_evidence.kernels.numerics import Numerics, Reduction
 from fusion_evidence.kernels.shapes import PRESETS, AttentionShape, preset
 from fusion_evidence.lib.measure.compare import compare
@@ -129,21 +129,17 @@ def test_contraction_where_it_is_all_that_is_left(rounding):
 
 
 @triton.jit
-def _sum_rows(
-    rows, out, WARPS: tl.constexpr, LANES: tl.constexpr, ELEMENTS: tl.constexpr,
-    ORDER: tl.constexpr, SPELL_OUT: tl.constexpr,
-):  # fmt: skip
-    row = rows + tl.program_id(0) * (WARPS * LANES * ELEMENTS)
-    x = tl.load(row + _columns(WARPS, LANES, ELEMENTS, ORDER))
-    tl.store(out + tl.program_id(0), _tree_sum(x, WARPS, LANES, ELEMENTS, ORDER, SPELL_OUT))
+def _sum_rows(rows, out, SIZE: tl.constexpr, TREE: tl.constexpr, SPELL_OUT: tl.constexpr):
+    row = rows + tl.program_id(0) * SIZE
+    x = tl.load(row + tl.arange(0, SIZE))
+    tl.store(out + tl.program_id(0), _tree_sum(x, TREE, SPELL_OUT))
 
 
 def kernel_sums(rows: torch.Tensor, tree: Reduction) -> torch.Tensor:
     out = torch.full((rows.shape[0],), math.nan, device=DEVICE)
     _sum_rows[(rows.shape[0],)](
-        rows, out, tree.warps, tree.lanes, tree.elements, tree.order, fused._INTERPRETED,
-        num_warps=1, enable_fp_fusion=False,
-    )  # fmt: skip
+        rows, out, tree.size, _tree(tree), fused._INTERPRETED, num_warps=1, enable_fp_fusion=False
+    )
     return out
 
 

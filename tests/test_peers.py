@@ -18,8 +18,8 @@ from fusion_evidence.kernels import eager, reference
 from fusion_evidence.kernels.numerics import Numerics, Reduction
 from fusion_evidence.kernels.shapes import AttentionShape
 from fusion_evidence.lib.measure import peers
-from fusion_evidence.lib.measure.compare import compare
-from fusion_evidence.lib.measure.peers import PARTS, Peer, equal_work, worst_ulp
+from fusion_evidence.lib.measure.compare import compare, pair_ulps
+from fusion_evidence.lib.measure.peers import PARTS, Peer, equal_work
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPE = AttentionShape("test", 4, 2, 64, 16, (3, 3, 2), 256, 4, 4)
@@ -206,15 +206,15 @@ def test_distance_is_measured_in_units_of_the_rotated_pair(dtype):
     e = torch.tensor([[1.0, 2.0**-9, 8.0, 1.5, 3.0, 2.0**-9]], dtype=dtype)
     a = e.clone()
     a[0, 1] += eps  # pair (1.5, 2**-9): a unit of 1.5 is eps
-    assert worst_ulp(a, e, rotary_dim=4) == pytest.approx(1.0, rel=0.01)
-    assert worst_ulp(a, e) > 100
+    assert pair_ulps(a, e, 4) == pytest.approx(1.0, rel=0.01)
+    assert pair_ulps(a, e, 0) > 100
     a = e.clone()
     a[0, 4] += 2 * eps
-    assert worst_ulp(a, e, rotary_dim=4) == 1.0
+    assert pair_ulps(a, e, 4) == 1.0
     a[0, 5] = float("nan")
-    assert worst_ulp(a, e, rotary_dim=4) == float("inf")
-    assert worst_ulp(a, a, rotary_dim=4) == 0.0
-    assert worst_ulp(a[:0], a[:0]) == 0.0
+    assert pair_ulps(a, e, 4) == float("inf")
+    assert pair_ulps(a, a, 4) == 0.0
+    assert pair_ulps(a[:0], a[:0], 0) == 0.0
 
 
 # ---- Loading

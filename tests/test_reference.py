@@ -12,13 +12,8 @@ import torch
 from fusion_evidence.kernels import eager, reference
 from fusion_evidence.kernels.numerics import Numerics, Reduction
 from fusion_evidence.kernels.shapes import AttentionShape, preset
-from fusion_evidence.lib.measure.compare import compare
-from fusion_evidence.lib.measure.independent import (
-    PAIR_ULP_BOUND,
-    huggingface,
-    pair_ulps,
-    rotary_embedding,
-)
+from fusion_evidence.lib.measure.compare import compare, pair_ulps
+from fusion_evidence.lib.measure.independent import PAIR_ULP_BOUND, huggingface, rotary_embedding
 from fusion_evidence.lib.measure.inputs import prologue_inputs, run
 
 TINY = AttentionShape("tiny", 2, 1, 64, 16, (3, 3, 2), 64, 1, 1)
@@ -175,7 +170,7 @@ def test_the_three_roundings_differ():
     }
     for a, b in (("per_op", "storage"), ("per_op", "fp32_through"), ("storage", "fp32_through")):
         assert not compare(q[a], q[b]).equal
-        assert pair_ulps(q[a], q[b], TINY) <= PAIR_ULP_BOUND
+        assert pair_ulps(q[a], q[b], TINY.rotary_dim) <= PAIR_ULP_BOUND
 
 
 @pytest.mark.parametrize("name", ["qwen3.5-27b", "compact"])
@@ -231,7 +226,7 @@ def test_reference_is_hugging_faces_within_the_declared_bound(rounding):
     got = run(reference.qkv_prologue, inputs, shape, numerics)
     expected = run(huggingface, inputs, shape, numerics)
     for name in ("q", "k", "key_cache"):
-        assert pair_ulps(got[name], expected[name], shape) <= PAIR_ULP_BOUND, name
+        assert pair_ulps(got[name], expected[name], shape.rotary_dim) <= PAIR_ULP_BOUND, name
     for name in ("v", "gate", "value_cache"):
         assert compare(got[name], expected[name]).equal, name
 
@@ -243,12 +238,12 @@ def test_the_bound_notices_equal_position_rows_and_a_single_wrong_element():
     expected = run(huggingface, inputs, shape, numerics)["q"]
     inputs.positions[1:] = inputs.positions[0]
     wrong = run(reference.qkv_prologue, inputs, shape, numerics)["q"]
-    assert pair_ulps(wrong, expected, shape) > 10 * PAIR_ULP_BOUND
+    assert pair_ulps(wrong, expected, shape.rotary_dim) > 10 * PAIR_ULP_BOUND
     wrong = expected.clone()
     wrong[3, 1, 200] *= 1.25
-    assert pair_ulps(wrong, expected, shape) > PAIR_ULP_BOUND
+    assert pair_ulps(wrong, expected, shape.rotary_dim) > PAIR_ULP_BOUND
     wrong[3, 1, 200] = math.nan
-    assert not pair_ulps(wrong, expected, shape) <= PAIR_ULP_BOUND
+    assert not pair_ulps(wrong, expected, shape.rotary_dim) <= PAIR_ULP_BOUND
 
 
 def test_independent_oracle_says_what_it_needs(monkeypatch):

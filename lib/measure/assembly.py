@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import os
 import pickle
 import re
@@ -88,12 +89,13 @@ def resources(
     targets: Sequence[Target] = TARGETS + VENDOR_TARGETS,
     shape: AttentionShape | None = None,
     numerics: Numerics | Sequence[Numerics] | None = None,
-    launches: Sequence[Launch] = (Launch(1), Launch(2), Launch(4)),
+    launches: Sequence[Launch] | None = None,
 ) -> list[Resources]:
     """Compile the fused kernel for every target, numerics and launch, in that order of nesting.
 
     ``shape`` defaults to the article's (``qwen3.5-27b``), always in bf16 with three position rows;
-    ``numerics`` to `Numerics`'s own default. Takes a few seconds a target and touches no device.
+    ``numerics`` to `Numerics`'s own default, ``launches`` to 1, 2 and 4 heads a program as far as they
+    divide the shape's. Takes a few seconds a target and touches no device.
 
     Raises:
         RuntimeError: a compiler failed, on another target than those of `VENDOR_TARGETS`; its own message.
@@ -101,6 +103,9 @@ def resources(
     shape = shape or preset("qwen3.5-27b")
     numerics = Numerics() if numerics is None else numerics
     policies = [numerics] if isinstance(numerics, Numerics) else list(numerics)
+    if launches is None:
+        common = math.gcd(shape.q_heads, shape.kv_heads)
+        launches = [Launch(heads) for heads in (1, 2, 4) if common % heads == 0]
     with ThreadPoolExecutor(max_workers=2) as pool:
         jobs = [pool.submit(_of_target, t, shape, policies, launches) for t in targets]
         return [result for job in jobs for result in job.result()]
@@ -247,7 +252,7 @@ def _arguments(
         return torch.empty(*size, dtype=dtype, device="meta")
 
     tokens, dim = 256, shape.head_dim
-    caches = [empty(64, 16, shape.kv_heads, dim) for _ in range(2)]
+    cache = empty(64, 16, shape.kv_heads, dim)
     kernel, fused._prologue = fused._prologue, _Interceptor()
     try:
         fused.qkv_prologue(
@@ -257,7 +262,8 @@ def _arguments(
             empty(4096, shape.rotary_dim),
             empty(3, tokens, dtype=torch.int64),
             empty(tokens, dtype=torch.int64),
-            *caches,
+            cache,
+            cache,
             shape,
             numerics,
             launch=launch,

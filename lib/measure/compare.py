@@ -187,6 +187,24 @@ def ulp_distance(a: Tensor, b: Tensor) -> Tensor:
     return torch.where(distance < 0, torch.iinfo(torch.int64).max, distance)
 
 
+def pair_ulps(actual: Tensor, expected: Tensor, rotary_dim: int) -> float:
+    """Largest distance of rotated heads ``[..., D]`` in ULP of the pair that each element belongs to.
+
+    A rotated element may cancel to nearly nothing, and any rounding is then many of its own ULP. A
+    rotation keeps the length of its pair, so the ULP at that length is a unit that means something; for
+    elements beyond `rotary_dim` it is their own. Infinite where one side alone has a NaN.
+    """
+    a, b, half = actual.double(), expected.double(), rotary_dim // 2
+    length = torch.hypot(b[..., :half], b[..., half:rotary_dim])
+    size = torch.cat((length, length, b[..., rotary_dim:].abs()), dim=-1)
+    info = torch.finfo(expected.dtype)
+    exponent = torch.frexp(size.clamp_min(info.tiny)).exponent - 1
+    distance = (a - b).abs() / torch.ldexp(torch.full_like(size, info.eps), exponent)
+    distance = distance.masked_fill((a == b) | (a.isnan() & b.isnan()), 0.0)
+    distance = distance.nan_to_num(nan=float("inf"), posinf=float("inf"))
+    return float(distance.max()) if distance.numel() else 0.0
+
+
 def _ordered(x: Tensor) -> Tensor:
     """int64 that orders like the numbers, consecutive for consecutive numbers."""
     bits = _BITS.get(x.dtype)

@@ -78,6 +78,52 @@ def _copy_block(  # type: ignore[no-untyped-def]
     tl.store(target + start + inside, values, mask=here)
 
 
+@_jit
+def _chain(  # type: ignore[no-untyped-def]
+    positions, position_row, table, out, PROGRAMS: tl.constexpr, WIDTH: tl.constexpr
+):
+    token = tl.program_id(0) // PROGRAMS
+    lane = tl.arange(0, WIDTH)
+    position = tl.load(positions + (lane % 3) * position_row + token)
+    entry = table + position * (2 * WIDTH) + lane
+    total = tl.load(entry).to(tl.float32) + tl.load(entry + WIDTH).to(tl.float32)
+    tl.store(out + tl.program_id(0) * WIDTH + lane, total)
+
+
+def chain_kernel(positions: Tensor, table: Tensor, programs_each: int) -> Callable[[], object]:
+    """The longest chain of dependent memory accesses in the op, and nothing else.
+
+    Each of ``programs_each`` programs a token reads its position (rows T, H, W in turn), the cos/sin row
+    there, and writes one row of sums: no kernel that looks its rotation up can be faster than that.
+
+    positions: int64 [3, T], unit last stride; table: [P, R], R / 2 a power of two.
+    ValueError: tensors that are not as said. RuntimeError: Triton is not installed.
+    """
+    _needs_triton()
+    width = table.shape[1] // 2
+    if (
+        positions.dim() != 2
+        or positions.stride(1) != 1
+        or not table.is_contiguous()
+        or width & (width - 1)
+    ):
+        raise ValueError(
+            "chain_kernel needs positions [3, T] and a contiguous table [P, R], R/2 a power of two"
+        )
+    programs = positions.shape[1] * programs_each
+    out = table.new_empty(programs * width, dtype=torch.float32)
+    return partial(
+        _chain[(programs,)],
+        positions,
+        positions.stride(0),
+        table,
+        out,
+        programs_each,
+        width,
+        num_warps=1,
+    )
+
+
 def empty_kernel(programs: int = 1, num_warps: int = 1) -> Callable[[], object]:
     """A launch of `programs` programs of `num_warps` warps that do nothing: the launch floor.
 

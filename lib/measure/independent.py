@@ -16,7 +16,7 @@ from fusion_evidence.kernels.numerics import Numerics
 from fusion_evidence.kernels.shapes import AttentionShape
 
 PAIR_ULP_BOUND = 5.0
-"""Bound on `pair_ulps` between Hugging Face and any rounding policy with a right formula.
+"""Bound on `compare.pair_ulps` between Hugging Face and any rounding policy with a right formula.
 
 In ULP of the pair, rounding after the norm costs each rotated element at most 0.71, after each product
 0.5 twice, after the sum 0.5: 2.21 on a side that rounds everywhere, 4.42 between two of them.
@@ -77,24 +77,6 @@ def rotary_embedding(
     """
     rows = positions.cpu().long()[..., None, :]  # [3, 1, T], or [1, T] for three equal rows
     return _rotary(shape)(torch.empty(0, dtype=dtype), rows)
-
-
-def pair_ulps(actual: Tensor, expected: Tensor, shape: AttentionShape) -> float:
-    """Largest distance of rotated heads ``[..., D]`` in ULP of the pair that each element belongs to.
-
-    A rotated element may cancel to nearly nothing, and any rounding is then many of its own ULP. A
-    rotation keeps the length of its pair, so the ULP at that length is a unit that means something; for
-    elements that are not rotated it is their own. NaN wherever one side alone has a NaN.
-    """
-    rotary, half = shape.rotary_dim, shape.rotary_dim // 2
-    a, b = actual.double(), expected.double()
-    length = torch.hypot(b[..., :half], b[..., half:rotary])
-    size = torch.cat((length, length, b[..., rotary:].abs()), dim=-1)
-    info = torch.finfo(expected.dtype)
-    exponent = torch.frexp(size.clamp_min(info.tiny)).exponent - 1
-    distance = (a - b).abs() / torch.ldexp(torch.full_like(size, info.eps), exponent)
-    distance = distance.masked_fill((a == b) | (a.isnan() & b.isnan()), 0.0)
-    return float(distance.max()) if distance.numel() else 0.0
 
 
 def _modeling() -> Any:

@@ -62,8 +62,7 @@ from fusion_evidence.kernels import reference
 from fusion_evidence.kernels.checks import check_arguments
 from fusion_evidence.kernels.numerics import Rounding
 from fusion_evidence.kernels.shapes import AttentionShape
-
-from .compare import Comparison, compare
+from fusion_evidence.lib.measure.compare import Comparison, compare, pair_ulps
 
 NAMES = ("vllm", "aiter", "flashinfer")
 
@@ -73,7 +72,7 @@ PARTS = frozenset(
 """What the op does; a peer covers a subset."""
 
 ULP_BOUND = 3
-"""Declared before any run: how far q and k may be from the reference (see `worst_ulp`); all that is
+"""Declared before any run: how far q and k may be from the reference (see `pair_ulps`); all that is
 only copied must be equal bit for bit. Two rounding policies, each with two or three roundings of half
 a ULP on the way, cannot differ by more."""
 
@@ -463,7 +462,7 @@ def equal_work(peer: Peer, arguments: Sequence[Any], bound: float = ULP_BOUND) -
 
     arguments: those of `reference.qkv_prologue`; none is changed. Both sides get caches of the given
     strides full of NaN, and allocations are filled with NaN, so that what a peer does not write is not
-    equal by accident. bound: for q, k and the key cache, in ULP as `worst_ulp` counts them.
+    equal by accident. bound: for q, k and the key cache, in ULP as `pair_ulps` counts them.
     ValueError, TypeError: as `check_arguments`.
     """
     check_arguments(*arguments)
@@ -500,7 +499,7 @@ def equal_work(peer: Peer, arguments: Sequence[Any], bound: float = ULP_BOUND) -
         bits = compare(actual[name], right)
         checks[name] = Check(
             bits,
-            worst_ulp(actual[name], right, rotated) if bits.mismatches else 0.0,
+            pair_ulps(actual[name], right, rotated) if bits.mismatches else 0.0,
             bound if rotated else 0,
         )
     faults = [
@@ -511,28 +510,6 @@ def equal_work(peer: Peer, arguments: Sequence[Any], bound: float = ULP_BOUND) -
     if not compare(theirs[0], qkv).equal:
         faults.append("it changes qkv, so that a replay would do other work")
     return report("; ".join(faults), checks)
-
-
-def worst_ulp(actual: Tensor, expected: Tensor, rotary_dim: int = 0) -> float:
-    """Largest distance in units in the last place of the expected value; infinite if NaNs differ.
-
-    actual, expected: same shape ``[..., D]`` and floating dtype. For the first `rotary_dim` elements,
-    which are sums of two products, the unit is that of the larger of the two elements rotated together:
-    rotation keeps the pair's length, so this is the size of what was rounded on the way, whereas an
-    element that cancels to near zero has units too small to mean anything.
-    """
-    a, e = actual.double(), expected.double()
-    size = e.abs()
-    if rotary_dim:
-        half = rotary_dim // 2
-        pair = torch.maximum(size[..., :half], size[..., half:rotary_dim])
-        size = torch.cat((pair, pair, size[..., rotary_dim:]), dim=-1)
-    info = torch.finfo(expected.dtype)
-    exponent = torch.frexp(size.clamp(min=info.tiny)).exponent - 1
-    distance = (a - e).abs() / torch.ldexp(torch.full_like(size, info.eps), exponent)
-    same = (a == e) | (a.isnan() & e.isnan())
-    distance = torch.where(same, 0.0, distance.nan_to_num(nan=float("inf"), posinf=float("inf")))
-    return float(distance.max()) if distance.numel() else 0.0
 
 
 def _empty_cache(cache: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from fusion_evidence.lib.measure import floors, peers, timing
 from fusion_evidence.lib.measure.inputs import Inputs, poisoned, prologue_inputs
 from fusion_evidence.lib.measure.machine import Machine
 from fusion_evidence.lib.measure.timing import Timing
+from fusion_evidence.lib.report.recorder import Recorder
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
 Implementation = Callable[..., Outputs]
@@ -176,17 +178,21 @@ def arm(
 
 
 def own_arms(
-    kernel: Implementation, shape: AttentionShape, numerics: Numerics, machine: Machine
+    kernel: Implementation,
+    shape: AttentionShape,
+    numerics: Numerics,
+    machine: Machine,
+    *,
+    with_eager: bool = True,
 ) -> dict[str, Arm]:
     """The kernel and its baselines, as far as this machine can time them, the kernel first.
 
     ``overlap`` is the project's kernel under programmatic dependent launch, where the hardware has it.
     On a CPU there is no kernel to time: Triton's interpreter says nothing about one.
     """
-    baselines = {
-        "compiled": arm(static_compiled(), shape, numerics),
-        "eager": arm(eager.qkv_prologue, shape, numerics),
-    }
+    baselines = {"compiled": arm(static_compiled(), shape, numerics)}
+    if with_eager:
+        baselines["eager"] = arm(eager.qkv_prologue, shape, numerics)
     if machine.device == "cpu":
         return baselines
     arms = {"fused": arm(kernel, shape, numerics)} | baselines
@@ -251,8 +257,9 @@ def time_arms(
     """Time implementations against their floors, all arms interleaved, in one process.
 
     Adds ``control``, the first arm once more (A/A), and on an accelerator the floors: ``empty``, a kernel
-    that does nothing in one program, and ``copy``, the fastest of several kernels that read and write the
-    same bytes. Cold: buffers rotate over more than twice the L2 cache; hot: one buffer set.
+    that does nothing in one program; ``copy``, the fastest of several kernels that read and write the
+    same bytes; ``chain``, the op's longest chain of dependent accesses alone. Cold: buffers rotate over
+    more than twice the L2 cache; hot: one buffer set.
 
     Args:
         arms: name -> what makes a call out of one buffer set. Outputs are allocated as each arm does it.
@@ -274,6 +281,9 @@ def time_arms(
         return timing.time_host(work, footprints, samples=samples)
     candidates = _copies(read, written, sets, machine.device)
     work |= candidates | {"empty": [floors.empty_kernel()]}
+    if positions == "3d":
+        heads = shape.q_heads + shape.kv_heads
+        work["chain"] = [floors.chain_kernel(one.positions, one.cos_sin, heads) for one in inputs]
     footprints |= dict.fromkeys(candidates, (read + written) * sets)
     times = timing.time_graphs(work, footprints, samples=samples)
     best = min(candidates, key=lambda name: times[name].median_us)
@@ -291,6 +301,23 @@ def _copies(
         for name, call in floors.copy_candidates(source, target).items():
             arms.setdefault(name, []).append(call)
     return arms
+
+
+def record(book: Recorder, times: Mapping[str, Timing], **labels: Any) -> None:
+    """Write down every arm's time, with its interval, and the footprint of its buffers."""
+    for impl, one in times.items():
+        book.measure(
+            "time",
+            one.median_us,
+            unit="us",
+            low=one.low_us,
+            high=one.high_us,
+            n=one.n,
+            method=one.method,
+            impl=impl,
+            **labels,
+        )
+        book.measure("footprint", one.footprint_bytes, unit="B", impl=impl, **labels)
 
 
 def nearest(studied: Sequence[int], tokens: int) -> int:

@@ -22,7 +22,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLoca
 from fusion_evidence.lib.report import style
 
 _OUTPUTS = ("q", "k", "v", "gate", "key_cache", "value_cache")
-_FLOORS = ("copy", "empty")
+_FLOORS = ("copy", "chain", "empty")
 _STYLES: dict[object, Any] = {"cold": "-", "hot": (0, (2, 1.6))}
 
 
@@ -34,15 +34,15 @@ def time_by_T(frame: pd.DataFrame) -> Figure:
     data = _numbers(frame, "impl", "T")
     if "cache" not in data:
         data["cache"] = None
-    implementations = sorted(
+    implementations: list[str] = sorted(
         data["impl"].unique(),
-        key=lambda name: (name in _FLOORS, -data["value"][data.impl == name].max()),
+        key=lambda name: (name in _FLOORS, -float(data["value"][data.impl == name].max())),
     )
     looks = style.looks(implementations)
     with style.figure(4.4) as (fig, (axes,)):
         for (impl, cache), line in data.groupby(["impl", "cache"], dropna=False):
             line = line.sort_values("T")
-            colour, marker = looks[impl]
+            colour, marker = looks[str(impl)]
             floor = impl in _FLOORS
             axes.errorbar(
                 line["T"],
@@ -239,7 +239,7 @@ def _unit(data: pd.DataFrame) -> str:
 
 
 def _floor_name(impl: str) -> str:
-    return {"copy": "copy (floor)", "empty": "empty (floor)"}.get(impl, impl)
+    return f"{impl} (floor)" if impl in _FLOORS else impl
 
 
 def _whiskers(line: pd.DataFrame) -> np.ndarray | None:
