@@ -6,6 +6,7 @@ the shape's ``rope_theta``, and ``cos_sin`` gives only its dtype.
 
 from __future__ import annotations
 
+import warnings
 from functools import cache
 from typing import Any
 
@@ -81,6 +82,8 @@ def rotary_embedding(
 
 def _modeling() -> Any:
     try:
+        # Its progress bars ask for ipywidgets, which no page here needs.
+        warnings.filterwarnings("ignore", message="IProgress not found")
         from transformers.models.qwen3_5 import modeling_qwen3_5
     except ImportError as error:
         raise ImportError(

@@ -122,17 +122,18 @@ def independent_ulps(shape: AttentionShape, one: Study) -> float:
 
 
 def rounding_policies(shape: AttentionShape, one: Study) -> dict[str, Mapping[str, Tensor]]:
-    """Outputs of the three declared policies on one tree, of eager PyTorch and of the compiled region."""
-    policies: dict[str, Mapping[str, Tensor]] = {
-        rounding: run(
-            reference.qkv_prologue,
-            one.inputs,
-            shape,
-            Numerics(rounding, one.numerics.reduction),  # type: ignore[arg-type]
-        )
-        for rounding in ROUNDINGS
-    }
-    policies["eager"] = run(eager.qkv_prologue, one.inputs, shape, one.numerics)
+    """Outputs of the three declared policies on one tree, of eager PyTorch and of the compiled region.
+
+    The policy that was calibrated is taken with its own contraction and trees.
+    """
+    calibrated = one.numerics
+    policies: dict[str, Mapping[str, Tensor]] = {}
+    for rounding in ROUNDINGS:
+        numerics = replace(calibrated, rounding=rounding, contraction="none")  # type: ignore[arg-type]
+        if rounding == calibrated.rounding:
+            numerics = calibrated
+        policies[rounding] = run(reference.qkv_prologue, one.inputs, shape, numerics)
+    policies["eager"] = run(eager.qkv_prologue, one.inputs, shape, calibrated)
     policies["compiled"] = one.outputs["compiled"]
     return policies
 

@@ -323,3 +323,30 @@ def record(book: Recorder, times: Mapping[str, Timing], **labels: Any) -> None:
 def nearest(studied: Sequence[int], tokens: int) -> int:
     """Which studied T stands for ``tokens``: the largest one not above it, else the smallest."""
     return max((T for T in studied if tokens >= T), default=min(studied))
+
+
+def ahead_of_peers(
+    timings: Mapping[tuple[str, int, bool, str], Mapping[str, Timing]],
+) -> tuple[str, str]:
+    """Verdict and figures of the kernel against its peers, by (shape, T, cold, positions).
+
+    At T=1 at most 0.6 of vLLM's two launches (three position rows) and 0.9 of aiter (1-D positions, all it
+    takes); from T=1024 ahead of aiter. Behind by no more than ``fused`` and ``control``, the same kernel
+    twice, differ is a limitation; NOT_RUN where no peer was timed.
+    """
+    found, limited, failed = [], False, False
+    for (_, tokens, _, positions), times in sorted(timings.items()):
+        for peer, most in (("vllm", 0.6), ("aiter", 0.9)):
+            wanted = tokens == 1 if peer == "vllm" else tokens == 1 or tokens >= 1024
+            if peer not in times or not wanted or (peer == "vllm" and positions != "3d"):
+                continue
+            against = times["fused"].median_us / times[peer].median_us
+            limit = most if tokens == 1 else 1.0
+            noise = abs(times["control"].median_us / times["fused"].median_us - 1)
+            found.append(f"{against:.2f}x {peer} at T={tokens}")
+            failed |= against > limit * (1 + noise)
+            limited |= against > limit
+    if not found:
+        return "NOT_RUN", "no peer was timed on this machine"
+    verdict = "FAIL" if failed else "PASS_WITH_LIMITATIONS" if limited else "PASS"
+    return verdict, ", ".join(found)
