@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import nbformat
@@ -16,6 +16,15 @@ def write_notebook() -> Callable[..., Path]:
     The notebook has a title, the parameters cell, if any, and the given code cells.
     """
     return _write_notebook
+
+
+@pytest.fixture(scope="session")
+def compile_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Inductor's cache, shared by the tests that ask for it and by the kernels they start."""
+    folder = tmp_path_factory.mktemp("inductor")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
+        yield folder
 
 
 def _write_notebook(path: Path, *cells: str, parameters: str = "") -> Path:
