@@ -130,6 +130,17 @@ class UnseenBranch(Base):
         return x @ self.weight
 
 
+class Squeezed(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.squeeze()  # found: (64, 8)
+
+
+class SqueezedThenSummed(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x @ self.weight
+        return y.squeeze(0).sum(-1)  # found: (64, 8)
+
+
 class Clean(Base):
     """Ordinary uses of a size, which decide nothing."""
 

@@ -58,6 +58,8 @@ def newer(*values):
         (cases.Asserted, "x.shape[0] <= 128", "branch"),
         newer(cases.Unseen, "return F.pad(x, (0, 0, 0, 0)) * n", "constant"),
         newer(cases.UnseenBranch, "tokens_of(x) == 1", "zero_one"),
+        (cases.Squeezed, "return x.squeeze()", "diverged"),
+        (cases.SqueezedThenSummed, "return y.squeeze(0).sum(-1)", "diverged"),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )
@@ -104,6 +106,12 @@ def test_nothing_in_clean_modules():
     assert find(cases.Flattened(), (torch.randn(5, 7, cases.WIDTH),), {"x": {0, 1}}) == []
     layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
     assert find(layer, (torch.randn(5, 7, 8),), {"src": {0, 1}}) == []
+
+
+def test_a_shape_decided_is_reported_where_it_starts():
+    """``sum`` inherits the dimension that ``squeeze`` kept: one finding."""
+    (found,) = run(cases.SqueezedThenSummed)
+    assert found.note == "a shape decided; with size 1 the result here is (8,)"
 
 
 def test_compares_two_sizes():

@@ -13,8 +13,8 @@ while it
 Decisions a user's line makes are reported. Those that PyTorch makes inside an operator
 (broadcasting, contiguity) are reported only if they narrow the dimension: then the caller's line
 fixed or bounded the size. When neither says anything, the Dynamo graphs of the example size, of one
-less, and of 1 are compared: a constant that follows the size, or another sequence of operators, was
-decided unseen.
+less, and of 1 are compared: a constant that follows the size, another sequence of operators, or at
+size 1 a result of another shape (``squeeze``), was decided unseen.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Finding:
 
     kind: ``zero_one`` (answered from the range [2, inf): no guard is left), ``branch`` (a guard is
     left), ``constant`` (the size became an int), ``bound`` (an operator narrowed the size),
-    ``diverged`` (another size gives other operators, and nothing told why).
+    ``diverged`` (another size gives other operators or another shape, and nothing told why).
     """
 
     file: str
@@ -492,7 +492,8 @@ def _compare_graphs(
         one = _dynamo(module, _resized(arguments, dims, least=True), dims, [], mark=False)
     except FinderError:
         return []  # the module is not made for size 1
-    return _first_difference(here, _operators(one), "size 1")
+    there = _operators(one)
+    return _first_difference(here, there, "size 1") or _shapes(here, there)
 
 
 def _resized(
@@ -550,6 +551,52 @@ def _constants(here: list[torch.fx.Node], there: list[torch.fx.Node]) -> list[Fi
                 note = f"a constant in the graph; {other} with a size one less"
                 found += _at_node(a, str(value), "constant", note)
     return _merge(found)
+
+
+def _shapes(here: list[torch.fx.Node], there: list[torch.fx.Node]) -> list[Finding]:
+    """Results that at size 1 are not what their symbolic shape says of size 1: ``squeeze`` keeps a
+    dimension that it was told is not 1. Only where it starts; what follows inherits it."""
+    found: list[Finding] = []
+    differing: set[torch.fx.Node] = set()
+    for a, b in zip(here, there, strict=False):
+        if _name(a) != _name(b) or _name(a) == "cond":
+            break  # from here on the graphs are not parallel
+        for mine, other in zip(_tensors(a), _tensors(b), strict=False):
+            expected = [_at_one(size) for size in mine.shape]
+            if len(expected) == other.dim() and all(
+                size is None or size == int(real)
+                for size, real in zip(expected, other.shape, strict=True)
+            ):
+                continue
+            if not differing.intersection(a.all_input_nodes):
+                sizes = tuple(_example_size(size) for size in mine.shape)
+                note = f"a shape decided; with size 1 the result here is {tuple(other.shape)}"
+                found += _at_node(a, str(sizes), "diverged", note)
+            differing.add(a)
+    return _merge(found)
+
+
+def _tensors(node: torch.fx.Node) -> list[Tensor]:
+    leaves = pytree.tree_leaves(node.meta.get("example_value"))
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def _at_one(size: int | torch.SymInt) -> int | None:
+    """What a result's size says of inputs of size 1; None if that depends on the data."""
+    if isinstance(size, int):
+        return size
+    expression = size.node.expr
+    ones = dict.fromkeys(expression.free_symbols, 1)
+    if any(size.node.shape_env.is_unbacked_symint(symbol) for symbol in ones):
+        return None
+    try:
+        return int(expression.subs(ones))
+    except TypeError:
+        return None  # not defined there: a division by what is 0 at size 1
+
+
+def _example_size(size: int | torch.SymInt) -> int | str:
+    return size if isinstance(size, int) else size.node.hint if size.node.has_hint() else str(size)
 
 
 def _literals(node: torch.fx.Node) -> list[int | float]:
