@@ -70,6 +70,10 @@ def check_arguments(
             f"value_cache: expected the key_cache's shape {list(key_cache.shape)}, "
             f"got {list(value_cache.shape)}"
         )
+    if key_cache.shape[1] == 0:
+        raise ValueError(
+            f"key_cache: expected a block size of at least 1, got shape {list(key_cache.shape)}"
+        )
     tensors = dict(
         qkv=qkv, q_weight=q_weight, k_weight=k_weight, cos_sin=cos_sin, positions=positions,
         slot_mapping=slot_mapping, key_cache=key_cache, value_cache=value_cache,

@@ -280,7 +280,7 @@ class Launch:
     heads: heads a program takes, one after the other; divides both head counts.
     overlap: programmatic dependent launch (NVIDIA, compute capability 9 and up): positions, slots, table
         and norm weights are read while the kernel before still runs, ``qkv`` after it has finished. Only
-        for callers who know that the kernel right before writes none of those four.
+        for callers who know that no kernel since the last launch without overlap writes those four.
     """
 
     heads: int = 1
@@ -339,6 +339,10 @@ def qkv_prologue(
         raise RuntimeError(
             "on a CPU the kernel runs in Triton's interpreter, to be chosen before Triton is imported: "
             "import fusion_evidence.kernels before torch.compile is used, or set TRITON_INTERPRET=1"
+        )
+    if qkv.is_cuda and qkv.device.index != torch.cuda.current_device():
+        raise ValueError(  # Triton launches on the current device
+            f"qkv: expected the current device cuda:{torch.cuda.current_device()}, got {qkv.device}"
         )
     tokens, dim = qkv.shape[0], shape.head_dim
     q = qkv.new_empty(tokens, shape.q_heads, dim)

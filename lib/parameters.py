@@ -157,6 +157,8 @@ def _convert(value: Any, kind: Any, text: bool) -> Any:
             value = list(value)
         elif isinstance(value, str):
             value = [part.strip() for part in value.split(",") if part.strip()]
+        elif not isinstance(value, list):  # `--set tokens=1`
+            value = [value]
     if origin is list and isinstance(value, list):
         items = [_convert(item, arguments[0], text) for item in value]
         return items if all(item is not _MISSING for item in items) else _MISSING

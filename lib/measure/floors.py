@@ -95,6 +95,7 @@ def chain_kernel(positions: Tensor, table: Tensor, programs_each: int) -> Callab
 
     Each of ``programs_each`` programs a token reads its position (rows T, H, W in turn), the cos/sin row
     there, and writes one row of sums: no kernel that looks its rotation up can be faster than that.
+    With a table of more than twice the L2 cache the row comes from memory, the position from L2.
 
     positions: int64 [3, T], unit last stride; table: [P, R], R / 2 a power of two.
     ValueError: tensors that are not as said. RuntimeError: Triton is not installed.

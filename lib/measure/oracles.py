@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fusion_evidence.kernels import eager, reference
+from fusion_evidence.kernels import eager, fused, reference
 from fusion_evidence.kernels.numerics import Numerics, Reduction
 from fusion_evidence.kernels.shapes import AttentionShape
 from fusion_evidence.lib.attribution.calibration import Fit, fit
@@ -18,9 +18,12 @@ from fusion_evidence.lib.measure.inputs import OUTPUTS, Inputs, prologue_inputs,
 from fusion_evidence.lib.measure.primitive import (
     Implementation,
     Outputs,
+    arm,
     batches_for,
+    buffer_sets,
     head,
     in_batches,
+    overlapping,
     static_compiled,
 )
 
@@ -65,17 +68,22 @@ def study(
     device: str,
     seed: int,
 ) -> Study:
-    """Calibrate the static compile at ``tokens`` a call, then run kernel and oracles on the same inputs.
+    """Calibrate the static compile at ``tokens`` a call, then run kernel and oracles on other inputs.
+
+    What is compared was not calibrated on: the best of a hundred candidates fits the inputs it was chosen
+    on a little too well.
 
     Args:
-        elements: computed elements (Q and K) to reach, through as many calls as it takes.
-        kernel_tokens: at most so many tokens go through the kernel; 0 is no limit.
+        elements: computed elements (Q and K) to reach in either part, through as many calls as it takes.
+        kernel_tokens: at most so many tokens are compared, in whole calls, one at least; 0 is no limit.
     """
     count = tokens * batches_for(elements, tokens, shape)
     inputs = prologue_inputs(shape, count, device=device, seed=seed)
     region = in_batches(static_compiled(), tokens)
     fits = fit(run(region, inputs, shape, any_tree(shape)), inputs, shape)
-    few = head(inputs, min(count, kernel_tokens or count))
+    if kernel_tokens:
+        count = min(count, max(tokens, kernel_tokens - kernel_tokens % tokens))
+    few = prologue_inputs(shape, count, device=device, seed=seed + 1)
     best = fits[0].numerics
     outputs = {
         "fused": run(in_batches(kernel, tokens), few, shape, best),
@@ -102,13 +110,28 @@ def total(found: Mapping[str, Comparison]) -> Comparison:
     return first
 
 
+def computed(found: Mapping[str, Comparison]) -> Comparison:
+    """Q and K, the outputs that are computed: what a bound may count. The others are copies of them."""
+    return found["q"] + found["k"]
+
+
 def against_reference(
     kernel: Implementation, shape: AttentionShape, one: Study, rounding: str
-) -> Comparison:
-    """Kernel against reference under another rounding policy, the six outputs as one comparison."""
+) -> dict[str, Comparison]:
+    """Kernel against reference under another rounding policy, by output."""
     numerics = Numerics(rounding, one.numerics.reduction)  # type: ignore[arg-type]
     actual = run(in_batches(kernel, one.tokens), one.inputs, shape, numerics)
-    return total(compare_outputs(actual, run(reference.qkv_prologue, one.inputs, shape, numerics)))
+    return compare_outputs(actual, run(reference.qkv_prologue, one.inputs, shape, numerics))
+
+
+def differs(
+    kernel: Implementation, shape: AttentionShape, numerics: Numerics, inputs: Inputs
+) -> int:
+    """How many elements of all six outputs differ from the reference on ``inputs``, in one call."""
+    actual = run(kernel, inputs, shape, numerics)
+    return total(
+        compare_outputs(actual, run(reference.qkv_prologue, inputs, shape, numerics))
+    ).mismatches
 
 
 def independent_ulps(shape: AttentionShape, one: Study) -> float:
@@ -173,19 +196,22 @@ def mean_square_changed_by_batch(
 
 
 def planted_faults(
-    kernel: Implementation, shape: AttentionShape, one: Study
+    kernel: Implementation, shape: AttentionShape, one: Study, least: int = 10**6
 ) -> dict[str, Comparison]:
     """What the reference oracle finds when the kernel is wrong: fault -> comparison.
 
-    One flipped bit, one head left as it came, a fault at this T only, and another reduction tree, the
-    last at the fp32 sum, the only place where few rows are enough to see it.
+    One flipped bit; one head left as it came; a fault in calls of one T, which must show there and in no
+    call of another T; and another reduction tree, which shows in a few elements of a million, so it is
+    planted only from ``least`` computed elements on.
     """
 
-    def with_fault(fault: Callable[[Outputs, Tensor], Outputs]) -> Comparison:
+    def with_fault(
+        fault: Callable[[Outputs, Tensor], Outputs], size: int = one.tokens
+    ) -> Comparison:
         def wrong(*args: Tensor) -> Outputs:
             return fault(kernel(*args), args[0])
 
-        actual = run(wrong, one.inputs, shape, one.numerics)
+        actual = run(in_batches(wrong, size), one.inputs, shape, one.numerics)
         return total(compare_outputs(actual, one.outputs["reference"]))
 
     def one_bit(outputs: Outputs, qkv: Tensor) -> Outputs:
@@ -197,16 +223,35 @@ def planted_faults(
         return outputs
 
     def one_size(outputs: Outputs, qkv: Tensor) -> Outputs:
-        return (-outputs[0], *outputs[1:]) if qkv.shape[0] == one.inputs.qkv.shape[0] else outputs
+        return (-outputs[0], *outputs[1:]) if qkv.shape[0] == one.tokens else outputs
 
-    tree = one.numerics.reduction
-    other = replace(tree, order="strided" if tree.order != "strided" else "sequential")
-    squares = one.inputs.qkv.unflatten(-1, (-1, shape.head_dim)).float().square()
-    return {
-        "one bit": with_fault(one_bit),
-        "one head": with_fault(one_head),
-        f"T={one.inputs.qkv.shape[0]} only": with_fault(one_size),
-        f"tree {other}": compare(
-            reference.tree_sum(squares, other), reference.tree_sum(squares, tree)
-        ),
-    }
+    found = {"one bit": with_fault(one_bit), "one head": with_fault(one_head)}
+    elsewhere = with_fault(one_size, one.inputs.qkv.shape[0] + 1 if one.tokens == 1 else 1)
+    if elsewhere.mismatches == 0 or one.inputs.qkv.shape[0] == 1:
+        found[f"T={one.tokens} only"] = with_fault(one_size)
+    else:
+        found[f"T={one.tokens} only"] = replace(elsewhere, mismatches=0)
+    if one.outputs["fused"]["q"].numel() >= least:
+        tree = one.numerics.reduction
+        other = next(t for t in Reduction.candidates(shape.head_dim) if t.warps != tree.warps)
+        numerics = replace(one.numerics, reduction=other, k_reduction=None)
+        actual = run(in_batches(kernel, one.tokens), one.inputs, shape, numerics)
+        found[f"tree {other}"] = computed(compare_outputs(actual, one.outputs["reference"]))
+    return found
+
+
+def overlap_differs(
+    shape: AttentionShape, numerics: Numerics, *, device: str, seed: int
+) -> Comparison:
+    """The kernel under programmatic dependent launch against itself without, back to back on eight
+    buffer sets, T=1 and T=16: a launch that reads too early would show."""
+    found = Comparison()
+    for tokens in (1, 16):
+        sets = buffer_sets(shape, tokens, 8, device=device, seed=seed)
+        plain = [arm(fused.qkv_prologue, shape, numerics)(one.clone())() for one in sets]
+        overlapped = [arm(overlapping, shape, numerics)(one)() for one in sets]
+        for a, b in zip(plain, overlapped, strict=True):
+            found = found + compare(
+                torch.cat([t.flatten() for t in b]), torch.cat([t.flatten() for t in a])
+            )
+    return found
