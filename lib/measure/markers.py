@@ -13,7 +13,17 @@ from typing import Literal
 
 import torch
 
-from fusion_evidence.kernels.op import DECODE, PREFILL, RESETS, OpaquePrologue, Path, register
+from fusion_evidence.kernels import fused
+from fusion_evidence.kernels.op import (
+    DECODE,
+    ERRORS,
+    PREFILL,
+    RESETS,
+    OpaquePrologue,
+    Path,
+    new_marker,
+    register,
+)
 
 Where = Literal["host", "device"]
 
@@ -41,7 +51,7 @@ class Markers:
         """
         self._refuse_capture("reset")
         self._resets += 1
-        fresh = torch.zeros(3, dtype=torch.int64)
+        fresh = new_marker("cpu")
         fresh[RESETS] = self._resets
         self._prologue.marker.copy_(fresh)
         self._entry.calls.clear()
@@ -55,6 +65,8 @@ class Markers:
             StaleMarker: the device's counter has not seen the last reset (it was reset elsewhere,
                 restored or written over), or it does not account for the calls that the operator
                 made: they counted in another marker, or another prologue's counted in this one.
+            ValueError: a ``debug`` configuration met a position outside the table or a slot beyond the
+                cache since the reset.
         """
         self._refuse_capture("read")
         marker, entry = self._prologue.marker, self._entry
@@ -66,6 +78,7 @@ class Markers:
                 f"the marker on {marker.device} is at reset {counts[RESETS]}, the last one made here "
                 f"is {self._resets}: it was reset elsewhere, restored or written over"
             )
+        fused.raise_errors(marker[ERRORS])
         device: dict[Path, int] = {"decode": counts[DECODE], "prefill": counts[PREFILL]}
         for path, count in device.items():
             called = entry.calls[path] - entry.captured[path]
