@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -31,8 +32,9 @@ Fallback = Literal["eager", "compiled"]
 Path = Literal["decode", "prefill"]
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
-DECODE, PREFILL, RESETS = 0, 1, 2
-"""What each of a marker's three int64 elements counts: decode runs, fallback runs, resets."""
+DECODE, PREFILL, RESETS, ERRORS = 0, 1, 2, 3
+"""What each of a marker's four int64 elements holds: decode runs, fallback runs, resets, and what a
+``debug`` configuration met: `fused.BAD_POSITION` and `fused.BAD_SLOT` bits."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,9 @@ class Configuration:
     fallback: ``eager``, or ``compiled``: the same code as one full graph of its own, with a graph for
         T = 1 and one for every other T. The first T it meets is the size Inductor tunes for.
     force_fallback: the fallback at every T, the fused kernel never.
+    debug: positions outside the table and slots beyond the cache are not followed, and set bits of the
+        marker's `ERRORS`, also in replays; nothing waits for the device. Without it they are undefined
+        behaviour. What the token computes is meaningless either way.
 
     Raises:
         ValueError: no such range or fallback.
@@ -53,6 +58,7 @@ class Configuration:
     decode: tuple[int, int] = (1, 1)
     fallback: Fallback = "eager"
     force_fallback: bool = False
+    debug: bool = False
 
     def __post_init__(self) -> None:
         first, last = self.decode
@@ -90,7 +96,6 @@ class Registered:
     captured: Counter[Path] = field(default_factory=Counter)
     in_a_graph: bool = False
     _full_graph: Callable[..., Outputs] | None = None
-    _graphs_made: set[tuple[bool, torch.dtype, torch.device]] = field(default_factory=set)
 
 
 _registry: dict[str, Registered] = {}
@@ -111,8 +116,8 @@ def _registered(handle: str) -> Registered:
 
 
 def new_marker(device: torch.device | str) -> Tensor:
-    """A zeroed marker: int64 ``[3]``, see `DECODE`, `PREFILL` and `RESETS`."""
-    return torch.zeros(3, dtype=torch.int64, device=device)
+    """A zeroed marker: int64 ``[4]``, see `DECODE`, `PREFILL`, `RESETS` and `ERRORS`."""
+    return torch.zeros(4, dtype=torch.int64, device=device)
 
 
 @torch.library.custom_op(
@@ -140,13 +145,14 @@ def qkv_prologue(
     """Same contract as `reference.qkv_prologue`; results are new contiguous tensors at every T.
 
     Args:
-        marker: int64 ``[3]`` on the device; one is added at `DECODE` or `PREFILL` for every run. Calls
+        marker: int64 ``[4]`` on the device; one is added at `DECODE` or `PREFILL` for every run. Calls
             that share it must not overlap.
         configuration: handle of a registered `Configuration`.
 
     Raises:
         TypeError, ValueError: before anything is launched; naming argument, expected and got.
-        RuntimeError: a graph captures a compiled fallback that was never called at such a T.
+        RuntimeError: a graph captures a compiled fallback that was never called with such arguments,
+            or the compiled fallback met more kinds of arguments than Dynamo keeps graphs for.
     """
     entry = _registered(configuration)
     chosen = entry.configuration
@@ -158,8 +164,14 @@ def qkv_prologue(
     path = chosen.path(qkv.shape[0])
     if path == "decode":
         ran = marker.narrow(0, DECODE, 1)
-        results = fused.qkv_prologue(*tensors, chosen.shape, chosen.numerics, marker=ran)
+        # The kernel's flag is int32: the low half of the (little-endian) element.
+        errors = marker.narrow(0, ERRORS, 1).view(torch.int32)[:1] if chosen.debug else None
+        results = fused.qkv_prologue(
+            *tensors, chosen.shape, chosen.numerics, marker=ran, errors=errors
+        )
     else:
+        if chosen.debug:
+            tensors = _only_valid(marker, *tensors)
         results = _fallback(entry, *tensors)
         marker.narrow(0, PREFILL, 1).add_(1)
     entry.calls[path] += 1
@@ -167,6 +179,27 @@ def qkv_prologue(
         entry.captured[path] += 1
         entry.in_a_graph = True
     return results
+
+
+def _only_valid(
+    marker: Tensor,
+    qkv: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Arguments the fallback can follow: bad positions become 0, bad slots padding, both flagged."""
+    bad_position = (positions < 0) | (positions >= cos_sin.shape[0])
+    bad_slot = slot_mapping >= key_cache.shape[0] * key_cache.shape[1]
+    met = bad_position.any() * fused.BAD_POSITION + bad_slot.any() * fused.BAD_SLOT
+    marker.narrow(0, ERRORS, 1).bitwise_or_(met)
+    positions = positions.masked_fill(bad_position, 0)
+    slot_mapping = slot_mapping.masked_fill(bad_slot, -1)
+    return qkv, q_weight, k_weight, cos_sin, positions, slot_mapping, key_cache, value_cache
 
 
 def _capturing(tensor: Tensor) -> bool:
@@ -210,8 +243,8 @@ def _new_outputs(qkv: Tensor, shape: AttentionShape) -> Outputs:
 def _check_marker(marker: Tensor, qkv: Tensor) -> None:
     if marker.dtype != torch.int64:
         raise TypeError(f"marker: expected dtype torch.int64, got {marker.dtype}")
-    if tuple(marker.shape) != (3,):
-        raise ValueError(f"marker: expected shape [3], got {list(marker.shape)}")
+    if tuple(marker.shape) != (4,):
+        raise ValueError(f"marker: expected shape [4], got {list(marker.shape)}")
     if marker.device != qkv.device:
         raise ValueError(f"marker: expected device {qkv.device} (qkv's), got {marker.device}")
 
@@ -258,18 +291,37 @@ def _own(result: Tensor, source: Tensor) -> Tensor:
 
 
 def _run_full_graph(entry: Registered, *arguments: Tensor) -> Outputs:
-    qkv, one = arguments[0], arguments[0].shape[0] == 1
-    graph = (one, qkv.dtype, qkv.device)
-    if _capturing(qkv) and graph not in entry._graphs_made:
-        raise RuntimeError(
-            f"the compiled fallback has no graph for T={qkv.shape[0]} yet, and none can be made while "
-            "a CUDA graph captures: call the operator at this T first"
-        )
-    if entry._full_graph is None:
-        entry._full_graph = full_graph(entry.configuration)
-    results = entry._full_graph(*arguments)
-    entry._graphs_made.add(graph)
-    return results
+    tokens, capturing = arguments[0].shape[0], _capturing(arguments[0])
+    compiled = entry._full_graph
+    if compiled is None and not capturing:
+        compiled = full_graph(entry.configuration)
+    try:
+        if compiled is not None:
+            with _no_compilation() if capturing else nullcontext():
+                results = compiled(*arguments)
+            entry._full_graph = compiled
+            return results
+    except Exception as error:
+        # Dynamo's own refusals have no type in common, nor one that all its versions share.
+        if "recompil" not in f"{type(error).__name__} {error}".lower():
+            raise
+        if not capturing:
+            raise RuntimeError(
+                f"the compiled fallback met more dtypes, cache sizes or strides than Dynamo keeps "
+                f"graphs for (torch._dynamo.config.recompile_limit), now with T={tokens}, cache "
+                f"{list(arguments[6].shape)}"
+            ) from error
+    raise RuntimeError(
+        f"the compiled fallback has no graph for T={tokens} and arguments like these yet, and none can "
+        "be made while a CUDA graph captures: call the operator with such arguments first"
+    )
+
+
+def _no_compilation() -> AbstractContextManager[object]:
+    """Whatever a graph depends on (dtypes, sizes, strides, modes), a new one is refused in here."""
+    if hasattr(torch.compiler, "set_stance"):
+        return torch.compiler.set_stance("fail_on_recompile")
+    return torch._dynamo.config.patch(error_on_recompile=True)  # before torch 2.6
 
 
 def full_graph(configuration: Configuration) -> Callable[..., Outputs]:
@@ -321,7 +373,7 @@ def full_graph(configuration: Configuration) -> Callable[..., Outputs]:
 class OpaquePrologue:
     """The operator with the prologue's common signature, counting into a marker of its own.
 
-    marker: int64 ``[3]`` on ``device``. handle: of its configuration. Under a tracer a call is one
+    marker: int64 ``[4]`` on ``device``. handle: of its configuration. Under a tracer a call is one
     node; ValueError when the model's shape or numerics are not the configuration's.
     """
 

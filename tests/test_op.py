@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from fusion_evidence.lib.graph.planted import (
     run_layers,
 )
 from fusion_evidence.lib.measure.compare import compare
+from fusion_evidence.lib.measure.markers import Markers
 from fusion_evidence.lib.service.model import ModelConfig, greedy, random_model
 
 SHAPE = preset("compact")
@@ -159,6 +161,95 @@ def test_compiled_fallback_has_the_bits_of_the_standalone_graph(tokens):
     assert_same_bits(call(prologue, arguments(tokens, blocks=8)), [*results, *expected[6:]])
 
 
+def compiled_prologue() -> op.OpaquePrologue:
+    """Its configuration has an epsilon of its own, so no other test has compiled its graph."""
+    compiled_prologue.made += 1
+    shape = replace(SHAPE, eps=SHAPE.eps + 1e-9 * compiled_prologue.made)
+    chosen = op.Configuration(shape, NUMERICS, fallback="compiled", force_fallback=True)
+    return op.OpaquePrologue(chosen, DEVICE)
+
+
+compiled_prologue.made = 0
+
+
+def test_a_capture_never_compiles(monkeypatch):
+    """Whatever the new graph would be for: a first one, other positions, dtypes, caches, strides."""
+    prologue = compiled_prologue()
+    shape = prologue.configuration.shape
+    capturing = [True]
+    monkeypatch.setattr(op, "_capturing", lambda tensor: capturing[0])
+    says = "no graph for T=3 and arguments like these yet"
+    with pytest.raises(RuntimeError, match=says):
+        prologue(*arguments(3), shape, NUMERICS)
+    capturing[0] = False
+    prologue(*arguments(3), shape, NUMERICS)
+    capturing[0] = True
+    prologue(*arguments(3), shape, NUMERICS)
+    prologue(*arguments(5), shape, NUMERICS)  # the same graph, dynamic in T
+    for index, change in (
+        (4, lambda t: t[0].contiguous()),
+        (4, lambda t: t.int()),
+        (3, lambda t: t.float()),
+        (5, lambda t: t.int()),
+        (6, lambda t: torch.stack((t, t), dim=1)[:, 0]),
+    ):
+        other = arguments(3)
+        other[index] = change(other[index])
+        if index == 6:
+            other[7] = change(other[7])
+        with pytest.raises(RuntimeError, match=says):
+            prologue(*other, shape, NUMERICS)
+    with pytest.raises(RuntimeError, match=says):
+        prologue(*arguments(3, blocks=5), shape, NUMERICS)
+
+
+def test_more_kinds_of_arguments_than_dynamo_keeps():
+    if not hasattr(torch._dynamo.config, "recompile_limit"):
+        pytest.skip("an older torch runs uncompiled past its limit")
+    prologue = compiled_prologue()
+    shape = prologue.configuration.shape
+    with torch._dynamo.config.patch(recompile_limit=1):
+        prologue(*arguments(3), shape, NUMERICS)
+        says = r"more dtypes, cache sizes or strides .*T=3, cache \[5,"
+        with pytest.raises(RuntimeError, match=says):
+            prologue(*arguments(3, blocks=5), shape, NUMERICS)
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize(
+    ("index", "bad", "says"),
+    [
+        (4, TABLE, "positions: a value outside"),
+        (4, -1, "positions: a value outside"),
+        (5, BLOCKS * BLOCK, "slot_mapping: a slot beyond"),
+    ],
+)
+def test_debug_flags_what_must_not_be_followed(tokens, index, bad, says):
+    prologue = op.OpaquePrologue(configuration(debug=True), DEVICE)
+    markers = Markers(prologue)
+    prologue(*arguments(tokens), SHAPE, NUMERICS)
+    assert sum(markers.read()["device"].values()) == 1
+    tensors = arguments(tokens)
+    tensors[index][..., -1] = bad
+    before = [cache.clone() for cache in tensors[6:]]
+    prologue(*tensors, SHAPE, NUMERICS)
+    with pytest.raises(ValueError, match=says):
+        markers.read()
+    if index == 5 and tokens == 1:
+        assert all(torch.equal(a, b) for a, b in zip(tensors[6:], before, strict=True))
+    markers.reset()
+    assert sum(markers.read()["device"].values()) == 0
+
+
+def test_debug_changes_no_bits_of_good_arguments():
+    for tokens in (1, 3):
+        prologue = op.OpaquePrologue(configuration(debug=True), DEVICE)
+        plain = op.OpaquePrologue(configuration(), DEVICE)
+        slots = [5, -1, 60][:tokens]
+        actual, expected = (call(p, arguments(tokens, slots)) for p in (prologue, plain))
+        assert_same_bits(actual, expected)
+
+
 # What it refuses
 
 
@@ -173,7 +264,7 @@ def test_compiled_fallback_has_the_bits_of_the_standalone_graph(tokens):
         ("key_cache", lambda t: t.to("meta"), ValueError, "key_cache: expected device .*got meta"),
         ("value_cache", lambda t: t[:2], ValueError, "value_cache: expected the key_cache's shape"),
         ("marker", lambda t: t.int(), TypeError, "marker: expected dtype torch.int64, got torch.int32"),
-        ("marker", lambda t: t[:1], ValueError, r"marker: expected shape \[3\], got \[1\]"),
+        ("marker", lambda t: t[:1], ValueError, r"marker: expected shape \[4\], got \[1\]"),
         ("marker", lambda t: t.to("meta"), ValueError, "marker: expected device .*got meta"),
         ("configuration", lambda t: "other", ValueError, "configuration: expected the handle"),
     ],
@@ -214,7 +305,13 @@ def test_impossible_configurations_are_refused(options, says):
 
 
 def test_handles_differ_where_configurations_do():
-    options = [{}, {"decode": (1, 2)}, {"fallback": "compiled"}, {"force_fallback": True}]
+    options = [
+        {},
+        {"debug": True},
+        {"decode": (1, 2)},
+        {"fallback": "compiled"},
+        {"force_fallback": True},
+    ]
     assert len({configuration(**o).handle for o in options}) == len(options)
     assert configuration().handle == configuration().handle
     assert op.register(configuration()) is op.register(configuration())
