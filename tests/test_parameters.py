@@ -70,7 +70,7 @@ def test_text_becomes_the_annotated_type(declared, name, given, value):
         ("flag", "yes"),
         ("flag", 1),
         ("name", 3),
-        ("tokens", "1"),
+        ("tokens", "1,x"),
         ("tokens", [1, 2.5]),
         ("limits", "[1]"),
         ("limit", "3.5"),

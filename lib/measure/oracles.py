@@ -18,6 +18,7 @@ from fusion_evidence.lib.measure.inputs import OUTPUTS, Inputs, prologue_inputs,
 from fusion_evidence.lib.measure.primitive import (
     Implementation,
     Outputs,
+    any_tree,
     arm,
     batches_for,
     buffer_sets,
@@ -51,11 +52,6 @@ class Study:
     def mismatches(self, oracle: str) -> dict[str, Comparison]:
         """The kernel against an oracle, by output."""
         return compare_outputs(self.outputs["fused"], self.outputs[oracle])
-
-
-def any_tree(shape: AttentionShape) -> Numerics:
-    """Valid numerics for a call whose implementation ignores them."""
-    return Numerics("per_op", Reduction.candidates(shape.head_dim)[0])
 
 
 def study(

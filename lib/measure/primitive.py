@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fusion_evidence.kernels import eager, fused
-from fusion_evidence.kernels.numerics import Numerics
+from fusion_evidence.kernels.numerics import Numerics, Reduction
 from fusion_evidence.kernels.shapes import AttentionShape, preset
 from fusion_evidence.lib.graph import generated_code
 from fusion_evidence.lib.measure import floors, peers, timing
@@ -35,11 +35,16 @@ def load(path: str) -> Implementation:
     module, _, name = path.partition(":")
     try:
         found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"candidate: no {path!r} (package.module:function): {error}") from error
     if not callable(found):
         raise ValueError(f"candidate: {path!r} is a {type(found).__name__}, not a function")
     return found
+
+
+def any_tree(shape: AttentionShape) -> Numerics:
+    """Valid numerics for a call whose implementation ignores them."""
+    return Numerics("per_op", Reduction.candidates(shape.head_dim)[0])
 
 
 def check_parameters(
@@ -137,7 +142,9 @@ def cache_sized_work(
     cache = [poisoned(*size, dtype=inputs.qkv.dtype, device=inputs.qkv.device) for _ in range(2)]
     with generated_code.capture() as codes:
         implementation(
-            *replace(inputs, key_cache=cache[0], value_cache=cache[1]).args(), shape, Numerics()
+            *replace(inputs, key_cache=cache[0], value_cache=cache[1]).args(),
+            shape,
+            any_tree(shape),
         )
     if not codes:
         raise ValueError(
