@@ -134,18 +134,25 @@ def run_layers(
     """
     command = [sys.executable, "-m", __name__, shape, device, str(int(old_functionalization))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+    last = done.stderr.strip().rpartition("\n")[2]
+    ended = f"the process ended with {done.returncode}: {last}"
     try:
         seen = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):
-        last = done.stderr.strip().rpartition("\n")[2]
-        return LayersRun((), None, f"the process ended with {done.returncode}: {last}")
-    return LayersRun(tuple(seen["copies"]), seen["differ"], seen["error"])
+        return LayersRun((), None, ended)
+    copies = tuple(seen["copies"])
+    return (
+        LayersRun(copies, None, ended)
+        if done.returncode
+        else LayersRun(**seen | {"copies": copies})
+    )
 
 
 def _run_layers_here(
     shape: AttentionShape, device: str, old_functionalization: bool, blocks: int = 512
 ) -> LayersRun:
     from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx
 
     numerics = Numerics(reduction=Reduction(32, shape.head_dim // 32))
     function = layers(OpaquePrologue(Configuration(shape, numerics), device), shape, numerics)
@@ -155,15 +162,28 @@ def _run_layers_here(
     function(*inputs, expected)
     known = hasattr(config, "enable_auto_functionalized_v2")
     settings = {"enable_auto_functionalized_v2": not old_functionalization} if known else {}
-    with capture() as codes, config.patch(settings):
-        torch.compile(function, fullgraph=True)(*inputs, kv)
-    copies = tuple(i for code in codes for i in kernels_touching(code, kv[0, 0].numel()))
+    copies: tuple[str, ...] = ()
+
+    def read_first(graph: torch.fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
+        """Inductor; the code is read and reported before it runs, which may end the process."""
+        nonlocal copies
+        with capture() as codes:
+            compiled: Callable[..., Any] = compile_fx(graph, examples)
+        copies = tuple(i for code in codes for i in kernels_touching(code, kv[0, 0].numel()))
+        _report(LayersRun(copies, None))
+        return compiled
+
+    with config.patch(settings):
+        torch.compile(function, fullgraph=True, backend=read_first)(*inputs, kv)
     try:
         return LayersRun(copies, compare(kv, expected).mismatches)
     except RuntimeError as error:  # a device reports what went wrong when it is next waited for
         return LayersRun(copies, None, str(error).partition("\n")[0])
 
 
-if __name__ == "__main__":
-    result = _run_layers_here(preset(sys.argv[1]), sys.argv[2], sys.argv[3] == "1")
+def _report(result: LayersRun) -> None:
     print(json.dumps(vars(result)), flush=True)
+
+
+if __name__ == "__main__":
+    _report(_run_layers_here(preset(sys.argv[1]), sys.argv[2], sys.argv[3] == "1"))
