@@ -168,7 +168,7 @@ def _run_layers_here(
         """Inductor; the code is read and reported before it runs, which may end the process."""
         nonlocal copies
         with capture() as codes:
-            compiled: Callable[..., Any] = compile_fx(graph, examples)
+            compiled: Any = compile_fx(graph, examples)
         copies = tuple(i for code in codes for i in kernels_touching(code, kv[0, 0].numel()))
         _report(LayersRun(copies, None))
         return compiled
