@@ -11,6 +11,7 @@ import fcntl
 import json
 import math
 import os
+import re
 import selectors
 import signal
 import subprocess
@@ -515,6 +516,20 @@ def _signals_raise() -> Iterator[None]:
 # --- accepting ----------------------------------------------------------------------------------
 
 
+_ABSOLUTE = re.compile(
+    r"(?<![\w./:-])(?:/|(?:\.\./)+)(?:[\w.+@-]+/)+(?=(?:fusion_evidence/)?(?:kernels|lib|notebooks)/|[\w-]+\.ipynb\b)"
+)
+
+
+def portable(text: str) -> str:
+    """Text of a result without the folders of the machine it was made on.
+
+    What stays of a path to the project's own files is the part below the project, of a path to a
+    notebook its name: a result says what happened, not where somebody keeps their work.
+    """
+    return _ABSOLUTE.sub("", text)
+
+
 def accept(
     notebooks: Sequence[Path], results: Path, accepted: Path, *, report: Report = print
 ) -> int:
@@ -538,7 +553,7 @@ def accept(
             continue
         folder = accepted / evidence.machine.name
         for file in (copy, evidence_path(results, path.stem)):
-            write_text(folder / file.name, file.read_text(encoding="utf-8"))
+            write_text(folder / file.name, portable(file.read_text(encoding="utf-8")))
         note = " (made with uncommitted changes)" if evidence.dirty else ""
         report(f"{path.stem}: accepted: {evidence.tally()}{note}")
     return int(refused > 0)

@@ -55,7 +55,7 @@ def observed(inputs, numerics):
     ids=str,
 )
 def test_known_numerics_are_found_and_no_other(inputs, numerics):
-    best, second, *_ = fit(observed(inputs, numerics), inputs, COMPACT)
+    best, second, *_ = fit(lambda batch: observed(batch, numerics), [inputs], COMPACT)
     assert best.numerics == numerics
     assert best.mismatches == 0 < second.mismatches
     assert best.elements == TOKENS * (COMPACT.q_size + COMPACT.kv_size)
@@ -69,14 +69,14 @@ def test_contraction_after_storage_rounding(contraction):
         COMPACT, TOKENS, dtype=torch.float16, table_dtype=torch.float32, random_angles=True
     )
     numerics = Numerics("storage", STRIDED, contraction)
-    best, second, *_ = fit(observed(inputs, numerics), inputs, COMPACT)
+    best, second, *_ = fit(lambda batch: observed(batch, numerics), [inputs], COMPACT)
     assert best.numerics == numerics
     assert best.mismatches == 0 < second.mismatches
 
 
 def test_different_trees_of_q_and_k_are_found_as_a_pair(inputs):
     numerics = Numerics("fp32_through", NEIGHBOURS, k_reduction=STRIDED)
-    best, second, *_ = fit(observed(inputs, numerics), inputs, COMPACT)
+    best, second, *_ = fit(lambda batch: observed(batch, numerics), [inputs], COMPACT)
     assert best.numerics == numerics
     assert best.numerics.reductions == (NEIGHBOURS, STRIDED)
     assert best.mismatches == 0 < second.mismatches  # the best single tree
@@ -95,12 +95,12 @@ def test_a_rounding_is_told_apart_by_far(rounding):
     assert all(
         rate > 100 * off[rounding] + 0.01 for other, rate in off.items() if other != rounding
     )
-    assert fit(target, inputs, COMPACT)[0].numerics.rounding == rounding
+    assert fit(lambda _: target, [inputs], COMPACT)[0].numerics.rounding == rounding
 
 
 def test_a_contraction_is_told_apart(inputs):
     target = observed(inputs, Numerics("fp32_through", STRIDED, "cos"))
-    ranked = fit(target, inputs, COMPACT, [STRIDED])
+    ranked = fit(lambda _: target, [inputs], COMPACT, [STRIDED])
     assert ranked[0].numerics.contraction == "cos"
     wrong = [one.mismatches for one in ranked[1:]]
     assert len(wrong) == 2
@@ -110,7 +110,7 @@ def test_a_contraction_is_told_apart(inputs):
 def test_a_tree_that_is_not_among_the_candidates_leaves_mismatches(inputs):
     target = observed(inputs, Numerics("fp32_through", STRIDED))
     others = [tree for tree in TREES if tree != STRIDED]
-    best = fit(target, inputs, COMPACT, others)[0]
+    best = fit(lambda _: target, [inputs], COMPACT, others)[0]
     assert best.mismatches > 0
     assert best.bound > best.mismatches / best.elements
 
@@ -127,8 +127,32 @@ def test_the_compiled_region_is_calibrated_to_zero(tokens):
     """Inductor's code for this CPU, whatever tree its vectors make."""
     inputs = prologue_inputs(COMPACT, 1000, dtype=torch.float16)
     region = in_batches(static_compiled(), tokens)
-    ranked = fit(run(region, inputs, COMPACT, any_tree(COMPACT)), inputs, COMPACT)
+    ranked = fit(lambda batch: run(region, batch, COMPACT, any_tree(COMPACT)), [inputs], COMPACT)
     best = ranked[0]
     assert best.mismatches == 0
     assert (best.numerics.rounding, best.numerics.contraction) == ("fp32_through", "none")
     assert sum(one.mismatches > 0 for one in ranked) > len(ranked) / 2  # it could tell
+
+
+def test_further_batches_tell_the_last_candidates_apart():
+    """One token leaves many trees at zero; more batches are drawn until one is left, and no longer."""
+    numerics = Numerics("fp32_through", STRIDED, "none")
+    drawn = []
+
+    def batches(count):
+        for seed in range(count):
+            drawn.append(seed)
+            yield prologue_inputs(COMPACT, 1 if seed == 0 else 1500, seed=100 + seed)
+
+    def at_zero(fits):
+        return sum(one.mismatches == 0 for one in fits)
+
+    first = fit(lambda batch: observed(batch, numerics), batches(1), COMPACT)
+    assert at_zero(first) > 1
+    drawn.clear()
+    more = fit(lambda batch: observed(batch, numerics), batches(12), COMPACT)
+    assert more[0].numerics == numerics
+    assert at_zero(more) < at_zero(first)
+    assert more[0].elements > first[0].elements
+    with pytest.raises(ValueError, match="at least one batch"):
+        fit(lambda batch: observed(batch, numerics), [], COMPACT)

@@ -490,3 +490,19 @@ def test_run_all_works_and_its_cells_run_again(alone, tmp_path):
     assert (first.run, len(first.select("count"))) == ("complete", 2)
     again = read_evidence(tmp_path / "out" / "01_alone.json")
     assert (again.run, len(again.select("count"))) == ("incomplete", 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            'File "/srv/x/fusion_evidence/lib/graph/tracing.py", line 8',
+            'File "lib/graph/tracing.py", line 8',
+        ),
+        ('"output_path": "../../../srv/out/b/02_trace.ipynb"', '"output_path": "02_trace.ipynb"'),
+        ('"path": "/srv/a.b/notebooks/01_x.ipynb"', '"path": "01_x.ipynb"'),
+        ("see [02](02_trace.ipynb), https://a.org/b/lib/c and /dev/kfd", None),
+    ],
+)
+def test_accepted_results_carry_no_folders_of_the_machine(text, expected):
+    assert batch.portable(text) == (text if expected is None else expected)

@@ -7,7 +7,7 @@ compiler chose, as far as the number of elements can tell.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
@@ -47,53 +47,85 @@ def roundings() -> list[tuple[Rounding, Contraction]]:
 
 
 def fit(
-    observed: Mapping[str, Tensor],
-    inputs: Inputs,
+    observe: Callable[[Inputs], Mapping[str, Tensor]],
+    batches: Iterable[Inputs],
     shape: AttentionShape,
     reductions: Sequence[Reduction] | None = None,
 ) -> list[Fit]:
     """Candidates ranked by mismatches, the best first.
 
     A wrong rounding shows in one element of ten to a thousand, a wrong tree in a few of a million. So one
-    tree decides the rounding, after which every tree is tried with every contraction of that rounding,
-    for Q and for K separately: a compiler may give them different trees. The ranking has one tree for
-    both; a pair of trees stands at its head where it is better than any single one.
+    tree decides the rounding on the first batch, and every tree is then tried with every contraction of
+    that rounding, for Q and for K separately: a compiler may give them different trees, and K, with few
+    heads, needs many tokens to tell its trees apart. Further batches are taken, and only candidates
+    without a mismatch tried on them, until each side has one left or there is none. The ranking has one
+    tree for both sides; a pair of trees stands at its head where it is better than any single one.
 
     Args:
-        observed: outputs ``q`` and ``k`` of the code in question on ``inputs``.
+        observe: outputs ``q`` and ``k`` of the code in question.
+        batches: inputs to observe it on, the first taken whole, the others as needed.
         reductions: trees to try; by default `Reduction.candidates`.
     """
     trees = list(reductions or Reduction.candidates(shape.head_dim))
-    heads = _heads(observed, inputs, shape)
+    sides: dict[int, dict[tuple[Contraction, Reduction], Comparison]] = {0: {}, 1: {}}
+    rounding: Rounding | None = None
+    for inputs in batches:
+        heads = _heads(observe(inputs), inputs, shape)
+        rounding = rounding or _rounding(heads, shape, trees[0])
+        contractions = [c for kind, c in roundings() if kind == rounding]
+        for side, head in enumerate(heads):
+            found = sides[side]
+            candidates = list(found) or [(c, tree) for tree in trees for c in contractions]
+            for candidate in candidates:
+                so_far = found.get(candidate, Comparison())
+                if so_far.mismatches == 0:
+                    contraction, tree = candidate
+                    actual = head.compute(shape, Numerics(rounding, tree, contraction), tree)
+                    found[candidate] = so_far + compare(actual, head.observed)
+        if all(sum(one.mismatches == 0 for one in found.values()) <= 1 for found in sides.values()):
+            break
+    if rounding is None:
+        raise ValueError("fit needs at least one batch of inputs")
+    return _ranked(rounding, sides[0], sides[1])
 
-    def found(rounding: Rounding, contraction: Contraction, tree: Reduction) -> list[Comparison]:
-        numerics = Numerics(rounding, tree, contraction)
-        return [compare(head.compute(shape, numerics, tree), head.observed) for head in heads]
 
-    first = {way: sum(f.mismatches for f in found(*way, trees[0])) for way in roundings()}
-    rounding = min(first, key=first.__getitem__)[0]
-    tried = {
-        (contraction, tree): found(rounding, contraction, tree)
-        for tree in trees
-        for kind, contraction in roundings()
-        if kind == rounding
-    }
-    elements = sum(f.elements for f in next(iter(tried.values())))
+def _rounding(heads: Sequence[_Heads], shape: AttentionShape, tree: Reduction) -> Rounding:
+    """The policy that is nearest to what was observed, whatever the tree."""
+
+    def mismatches(way: tuple[Rounding, Contraction]) -> int:
+        numerics = Numerics(way[0], tree, way[1])
+        pairs = ((head.compute(shape, numerics, tree), head.observed) for head in heads)
+        return sum(compare(actual, observed).mismatches for actual, observed in pairs)
+
+    return min(roundings(), key=mismatches)[0]
+
+
+def _ranked(
+    rounding: Rounding,
+    q: Mapping[tuple[Contraction, Reduction], Comparison],
+    k: Mapping[tuple[Contraction, Reduction], Comparison],
+) -> list[Fit]:
+    def joined(one: Comparison, other: Comparison) -> tuple[int, int]:
+        return one.mismatches + other.mismatches, one.elements + other.elements
+
     ranked = [
-        Fit(Numerics(rounding, tree, contraction), q.mismatches + k.mismatches, elements)
-        for (contraction, tree), (q, k) in tried.items()
+        Fit(
+            Numerics(rounding, tree, contraction),
+            *joined(q[contraction, tree], k[contraction, tree]),
+        )
+        for contraction, tree in q
     ]
     ranked.sort(key=lambda one: one.mismatches)
     pairs = []
-    for contraction in dict.fromkeys(way[0] for way in tried):
+    for contraction in dict.fromkeys(way[0] for way in q):
         q_tree, k_tree = (
-            min(trees, key=lambda tree: tried[contraction, tree][side].mismatches)
-            for side in (0, 1)
+            min(
+                (way for way in side if way[0] == contraction), key=lambda way: side[way].mismatches
+            )[1]
+            for side in (q, k)
         )
-        mismatches = (
-            tried[contraction, q_tree][0].mismatches + tried[contraction, k_tree][1].mismatches
-        )
-        pairs.append(Fit(Numerics(rounding, q_tree, contraction, k_tree), mismatches, elements))
+        both = joined(q[contraction, q_tree], k[contraction, k_tree])
+        pairs.append(Fit(Numerics(rounding, q_tree, contraction, k_tree), *both))
     best = min(pairs, key=lambda one: one.mismatches)
     return [best, *ranked] if best.mismatches < ranked[0].mismatches else ranked
 

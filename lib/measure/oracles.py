@@ -28,6 +28,8 @@ from fusion_evidence.lib.measure.primitive import (
     static_compiled,
 )
 
+CALIBRATION_BATCHES = 8
+"""At most so many times the elements asked for, to tell the last candidates apart."""
 ROUNDINGS = ("per_op", "storage", "fp32_through")
 
 
@@ -74,12 +76,18 @@ def study(
         kernel_tokens: at most so many tokens are compared, in whole calls, one at least; 0 is no limit.
     """
     count = tokens * batches_for(elements, tokens, shape)
-    inputs = prologue_inputs(shape, count, device=device, seed=seed)
     region = in_batches(static_compiled(), tokens)
-    fits = fit(run(region, inputs, shape, any_tree(shape)), inputs, shape)
+    fits = fit(
+        lambda inputs: run(region, inputs, shape, any_tree(shape)),
+        (
+            prologue_inputs(shape, count, device=device, seed=seed + 1 + batch)
+            for batch in range(CALIBRATION_BATCHES)
+        ),
+        shape,
+    )
     if kernel_tokens:
         count = min(count, max(tokens, kernel_tokens - kernel_tokens % tokens))
-    few = prologue_inputs(shape, count, device=device, seed=seed + 1)
+    few = prologue_inputs(shape, count, device=device, seed=seed)
     best = fits[0].numerics
     outputs = {
         "fused": run(in_batches(kernel, tokens), few, shape, best),
