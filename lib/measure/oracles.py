@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from fusion_evidence.kernels import eager, fused, reference
-from fusion_evidence.kernels.numerics import Numerics, Reduction
+from fusion_evidence.kernels.numerics import Numerics, Reduction, Rounding
 from fusion_evidence.kernels.shapes import AttentionShape
 from fusion_evidence.lib.attribution.calibration import Fit, fit
 from fusion_evidence.lib.measure.compare import Comparison, compare, pair_ulps
@@ -30,7 +31,7 @@ from fusion_evidence.lib.measure.primitive import (
 
 CALIBRATION_BATCHES = 8
 """At most so many times the elements asked for, to tell the last candidates apart."""
-ROUNDINGS = ("per_op", "storage", "fp32_through")
+ROUNDINGS = get_args(Rounding)
 
 
 @dataclass(frozen=True)
@@ -108,10 +109,7 @@ def compare_outputs(
 
 def total(found: Mapping[str, Comparison]) -> Comparison:
     """All outputs as one comparison."""
-    first, *rest = found.values()
-    for one in rest:
-        first = first + one
-    return first
+    return sum(found.values(), Comparison())
 
 
 def computed(found: Mapping[str, Comparison]) -> Comparison:
@@ -124,18 +122,21 @@ def against_reference(
 ) -> dict[str, Comparison]:
     """Kernel against reference under another rounding policy, by output."""
     numerics = Numerics(rounding, one.numerics.reduction)  # type: ignore[arg-type]
-    actual = run(in_batches(kernel, one.tokens), one.inputs, shape, numerics)
-    return compare_outputs(actual, run(reference.qkv_prologue, one.inputs, shape, numerics))
+    return _versus_reference(in_batches(kernel, one.tokens), shape, numerics, one.inputs)
+
+
+def _versus_reference(
+    kernel: Implementation, shape: AttentionShape, numerics: Numerics, inputs: Inputs
+) -> dict[str, Comparison]:
+    actual = run(kernel, inputs, shape, numerics)
+    return compare_outputs(actual, run(reference.qkv_prologue, inputs, shape, numerics))
 
 
 def differs(
     kernel: Implementation, shape: AttentionShape, numerics: Numerics, inputs: Inputs
 ) -> int:
     """How many elements of all six outputs differ from the reference on ``inputs``, in one call."""
-    actual = run(kernel, inputs, shape, numerics)
-    return total(
-        compare_outputs(actual, run(reference.qkv_prologue, inputs, shape, numerics))
-    ).mismatches
+    return total(_versus_reference(kernel, shape, numerics, inputs)).mismatches
 
 
 def independent_ulps(shape: AttentionShape, one: Study) -> float:
