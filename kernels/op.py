@@ -2,8 +2,9 @@
 
 A compiled model holds a single call of ``fusion_evidence::qkv_prologue`` whatever the token count, so
 that no tracer can decide the branch once and for all. Inside, T in the decode range takes the fused
-kernel and any other T the fallback, eager or compiled on its own. Both count on the device, the fused
-kernel by itself, so that every replay of a captured graph counts; the host counts too, to compare.
+kernel and any other T the fallback: eager, compiled on its own, or the reference. Both count on the
+device, the fused kernel by itself, so that every replay of a captured graph counts; the host counts
+too, to compare.
 
 An operator's schema holds tensors, numbers and text. Shape, numerics and dispatch are none of these:
 they travel as one text, the *handle* of a `Configuration` registered in this process. The handle is
@@ -23,12 +24,12 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from . import eager, fused
+from . import eager, fused, reference
 from .checks import check_arguments
 from .numerics import Numerics
 from .shapes import AttentionShape
 
-Fallback = Literal["eager", "compiled"]
+Fallback = Literal["eager", "compiled", "reference"]
 Path = Literal["decode", "prefill"]
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -43,14 +44,17 @@ class Configuration:
 
     decode: first and last token count that take the fused kernel; all others take the fallback.
     fallback: ``eager``, or ``compiled``: the same code as one full graph of its own, with a graph for
-        T = 1 and one for every other T. The first T it meets is the size Inductor tunes for.
+        T = 1 and one for every other T. The first T it meets is the size Inductor tunes for. Both have
+        the framework's bits. ``reference`` has those of ``numerics``, on any machine; slowly, and
+        waiting for the device, so that no CUDA graph can hold it.
+    first_traced: a T above 1 at which the compiled fallback is made, whatever T it meets first.
     force_fallback: the fallback at every T, the fused kernel never.
     debug: positions outside the table and slots beyond the cache are not followed, and set bits of the
         marker's `ERRORS`, also in replays; nothing waits for the device. Without it they are undefined
         behaviour. What the token computes is meaningless either way.
 
     Raises:
-        ValueError: no such range or fallback.
+        ValueError: no such range or fallback, or nothing to trace first.
     """
 
     shape: AttentionShape
@@ -59,6 +63,7 @@ class Configuration:
     fallback: Fallback = "eager"
     force_fallback: bool = False
     debug: bool = False
+    first_traced: int | None = None
 
     def __post_init__(self) -> None:
         first, last = self.decode
@@ -67,6 +72,11 @@ class Configuration:
         if self.fallback not in get_args(Fallback):
             raise ValueError(
                 f"fallback: expected one of {get_args(Fallback)}, got {self.fallback!r}"
+            )
+        if self.first_traced is not None and (self.first_traced < 2 or self.fallback != "compiled"):
+            raise ValueError(
+                f"first_traced: expected at least 2, of a compiled fallback, got {self.first_traced} "
+                f"of {self.fallback!r}"
             )
 
     def path(self, tokens: int) -> Path:
@@ -151,8 +161,9 @@ def qkv_prologue(
 
     Raises:
         TypeError, ValueError: before anything is launched; naming argument, expected and got.
-        RuntimeError: a graph captures a compiled fallback that was never called with such arguments,
-            or the compiled fallback met more kinds of arguments than Dynamo keeps graphs for.
+        RuntimeError: a graph captures a compiled fallback that was never called with such arguments, or
+            a ``reference`` one; or the compiled fallback met more kinds of arguments than Dynamo keeps
+            graphs for.
     """
     entry = _registered(configuration)
     chosen = entry.configuration
@@ -261,14 +272,45 @@ def _fallback(
     key_cache: Tensor,
     value_cache: Tensor,
 ) -> Outputs:
-    """The model's own code, with padding. It never synchronizes, so that graphs can capture it.
-
-    The code writes one cache row for every token. A padding token is sent to the cache's very last
-    row, which afterwards gets what belongs there: the row of the token that owns it, or what it held.
-    """
     configuration = entry.configuration
     if qkv.shape[0] == 0:
         return _new_outputs(qkv, configuration.shape)
+    if configuration.fallback == "reference":
+        if _capturing(qkv):
+            raise RuntimeError(
+                "the reference fallback waits for the device: no graph can capture it"
+            )
+        arguments = (
+            qkv, q_weight, k_weight, cos_sin, positions, slot_mapping, key_cache, value_cache
+        )  # fmt: skip
+        results = reference.qkv_prologue(*arguments, configuration.shape, configuration.numerics)
+    else:
+        results = _with_padding(
+            entry, qkv, q_weight, k_weight, cos_sin, positions, slot_mapping, key_cache, value_cache
+        )
+    # Of one token, V is a view of the input, which no operator may return.
+    q, k, v, gate = (_own(result, qkv) for result in results)
+    return q, k, v, gate
+
+
+def _with_padding(
+    entry: Registered,
+    qkv: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+) -> Outputs:
+    """The model's own code, which writes one cache row for every token, where some are padding.
+
+    It never synchronizes, so that graphs can capture it. A padding token is sent to the cache's very
+    last row, which afterwards gets what belongs there: the row of the token that owns it, or what it
+    held.
+    """
+    configuration = entry.configuration
     slots = slot_mapping.clamp(min=-1)  # -1 is the last row: block -1, its last place
     held = [cache[-1, -1].clone() for cache in (key_cache, value_cache)]
     arguments = (qkv, q_weight, k_weight, cos_sin, positions, slots, key_cache, value_cache)
@@ -280,9 +322,7 @@ def _fallback(
     owner, owned = owns.int().argmax().view(1), owns.any()
     for cache, rows, row in zip((key_cache, value_cache), results[1:3], held, strict=True):
         cache[-1, -1].copy_(torch.where(owned, rows.index_select(0, owner)[0], row))
-    # Of one token, V is a view of the input, which no operator may return.
-    q, k, v, gate = (_own(result, qkv) for result in results)
-    return q, k, v, gate
+    return results
 
 
 def _own(result: Tensor, source: Tensor) -> Tensor:
@@ -357,9 +397,23 @@ def full_graph(configuration: Configuration) -> Callable[..., Outputs]:
     # Dynamo keeps its graphs, and limits their number, by code object: one for every configuration.
     standalone.__code__ = standalone.__code__.replace()
     compiled = torch.compile(standalone, fullgraph=True, dynamic=False)
+    first_traced = configuration.first_traced
 
     def call(*tensors: Tensor) -> Outputs:
+        nonlocal first_traced
         qkv, q_weight, k_weight, cos_sin, positions, slots, key_cache, value_cache = tensors
+        if qkv.shape[0] > 1 and first_traced is not None:
+            tokens, first_traced = first_traced, None
+            call(
+                qkv.new_zeros(tokens, qkv.shape[1]),
+                q_weight,
+                k_weight,
+                cos_sin,
+                positions.new_zeros(*positions.shape[:-1], tokens),
+                slots.new_zeros(tokens),
+                key_cache.clone(),
+                value_cache.clone(),
+            )
         if qkv.shape[0] > 1:
             # Marks stay on a tensor object, and these are the caller's: mark aliases of them.
             qkv, positions, slots = (t.detach() for t in (qkv, positions, slots))

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fusion_evidence.kernels import eager
+from fusion_evidence.kernels.numerics import Numerics
 from fusion_evidence.lib.service import model as m
 
 CONFIG = m.ModelConfig.compact(layers=2, vocab_size=128)
@@ -90,6 +91,41 @@ def test_greedy_continues_the_full_forward(compiled):
     out = m.greedy(model, prompt, 6, forward=forward)
     hidden = model(*m.step(prompt + out[:-1], 0, [0], 16), model.new_caches(1, 16))
     assert out == model.logits(hidden[3:]).argmax(-1).tolist()
+
+
+def test_two_models_of_the_same_weights():
+    """Neither the weights are copied, nor does one model's prologue become the other's."""
+    model, prompt, calls = make(), [5, 9, 2, 77], []
+
+    def counting(*given):
+        calls.append(given[-1])
+        return eager.qkv_prologue(*given)
+
+    numerics = Numerics("per_op", model.numerics.reduction)
+    other = m.with_prologue(model, counting, numerics)
+    theirs = dict(other.named_parameters())
+    assert all(theirs[name] is weight for name, weight in model.named_parameters())
+    assert m.greedy(model, prompt, 2) == m.greedy(other, prompt, 2)
+    assert calls == [numerics] * 2 * CONFIG.layers
+    assert model.prologue is eager.qkv_prologue
+    assert m.with_prologue(model, counting).numerics == model.numerics
+
+
+def test_a_pinned_attention_backend_computes_every_call(monkeypatch):
+    given = make(), m.step([3, 4], 0, [0], 16)
+    asked = []
+    real = torch.nn.attention.sdpa_kernel
+    monkeypatch.setattr(
+        torch.nn.attention, "sdpa_kernel", lambda backend: asked.append(backend) or real(backend)
+    )
+    model, step = given
+    with m.pin_attention("math"):
+        pinned = model(*step, model.new_caches(1, 16))
+    assert asked == [torch.nn.attention.SDPBackend.MATH] * CONFIG.layers
+    torch.testing.assert_close(model(*step, model.new_caches(1, 16)), pinned, rtol=0, atol=1e-5)
+    assert len(asked) == CONFIG.layers
+    with pytest.raises(ValueError, match=r"backend: expected one of .*got 'flash'"):
+        m.pin_attention("flash").__enter__()
 
 
 @pytest.mark.parametrize("config", [CONFIG, UNTIED], ids=["tied", "untied"])

@@ -93,6 +93,23 @@ def test_takes_the_body_of_its_range(options, tokens, path):
     assert runs(prologue) == ([1, 0] if path == "decode" else [0, 1])
 
 
+@pytest.mark.parametrize("rounding", ["per_op", "fp32_through"])
+def test_reference_fallback_has_the_declared_bits(monkeypatch, rounding):
+    """At every T, in a marker of its own, with padding; and never in a captured graph."""
+    numerics = Numerics(rounding, NUMERICS.reduction)
+    chosen = op.Configuration(SHAPE, numerics, fallback="reference", force_fallback=True)
+    prologue = op.OpaquePrologue(chosen, DEVICE)
+    for slots in ([7], [3, -1, 63, -1, 9]):
+        actual, expected = arguments(len(slots), slots), arguments(len(slots), slots)
+        results = prologue(*actual, SHAPE, numerics)
+        oracle = reference.qkv_prologue(*expected, SHAPE, numerics)
+        assert_same_bits([*results, *actual[6:]], [*oracle, *expected[6:]])
+    assert runs(prologue) == [0, 2]
+    monkeypatch.setattr(op, "_capturing", lambda tensor: True)
+    with pytest.raises(RuntimeError, match="reference fallback waits for the device"):
+        prologue(*arguments(1), SHAPE, numerics)
+
+
 def test_no_tokens_is_a_fallback_of_nothing():
     prologue = op.OpaquePrologue(configuration(), DEVICE)
     actual, untouched = call(prologue, arguments(0)), arguments(0)[6:]
@@ -159,6 +176,22 @@ def test_compiled_fallback_has_the_bits_of_the_standalone_graph(tokens):
     expected = arguments(tokens, blocks=8)
     results = standalone(*expected)
     assert_same_bits(call(prologue, arguments(tokens, blocks=8)), [*results, *expected[6:]])
+
+
+def test_compiled_fallback_is_made_at_the_size_asked_for(monkeypatch):
+    """Before its first call with more than one token, and without a trace in the caches."""
+    met = []
+
+    def compile_nothing(function, **options):
+        return lambda *given: met.append(given[0].shape[0]) or function(*given)
+
+    monkeypatch.setattr(torch, "compile", compile_nothing)
+    graph = op.full_graph(configuration(fallback="compiled", first_traced=9))
+    for tokens in (1, 5, 3):
+        actual, expected = arguments(tokens), arguments(tokens)
+        results = eager.qkv_prologue(*expected, SHAPE, NUMERICS)
+        assert_same_bits([*graph(*actual), *actual[6:]], [*results, *expected[6:]])
+    assert met == [1, 9, 5, 3]
 
 
 def compiled_prologue() -> op.OpaquePrologue:
@@ -297,6 +330,8 @@ def test_another_models_shape_or_numerics_is_refused():
         ({"decode": (0, 1)}, r"decode: expected 1 <= first <= last, got \(0, 1\)"),
         ({"decode": (3, 2)}, "decode"),
         ({"fallback": "fast"}, "fallback: expected one of .*got 'fast'"),
+        ({"fallback": "compiled", "first_traced": 1}, "first_traced: expected at least 2"),
+        ({"first_traced": 4}, "first_traced: .*got 4 of 'eager'"),
     ],
 )
 def test_impossible_configurations_are_refused(options, says):
@@ -311,6 +346,7 @@ def test_handles_differ_where_configurations_do():
         {"decode": (1, 2)},
         {"fallback": "compiled"},
         {"force_fallback": True},
+        {"fallback": "compiled", "first_traced": 4},
     ]
     assert len({configuration(**o).handle for o in options}) == len(options)
     assert configuration().handle == configuration().handle
@@ -320,7 +356,14 @@ def test_handles_differ_where_configurations_do():
 # Registration
 
 
-@pytest.mark.parametrize("options", [{}, {"fallback": "compiled", "force_fallback": True}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"fallback": "compiled", "force_fallback": True},
+        {"fallback": "reference", "force_fallback": True},
+    ],
+)
 @pytest.mark.parametrize("tokens", [0, 1, 3])
 def test_opcheck(options, tokens):
     prologue = op.OpaquePrologue(configuration(**options), DEVICE)

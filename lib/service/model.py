@@ -11,12 +11,13 @@ Attention is an opaque op, as in vLLM, which bounds the compiled regions as a se
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +34,12 @@ Observer = Callable[[int, Tensor, Tensor, Tensor, Tensor, Tensor], None]
 """``(layer, q, key_cache, value_cache, block_table, seq_len)``: what the attention op was given."""
 
 _observers: list[Observer] = []
+
+AttentionBackend = Literal["default", "math", "efficient", "cudnn"]
+"""What computes attention: PyTorch's choice for the sizes at hand, or always the same. Its flash
+backend takes no mask, and so cannot follow a ``seq_len`` that only the device knows."""
+
+_backends: list[AttentionBackend] = ["default"]
 
 
 class CheckpointError(ValueError):
@@ -51,6 +58,31 @@ def observe_attention(observer: Observer) -> Iterator[None]:
         yield
     finally:
         _observers.remove(observer)
+
+
+@contextmanager
+def pin_attention(backend: AttentionBackend) -> Iterator[None]:
+    """Let one backend compute attention. ValueError names those that exist."""
+    if backend not in get_args(AttentionBackend):
+        raise ValueError(f"backend: expected one of {get_args(AttentionBackend)}, got {backend!r}")
+    _backends.append(backend)
+    try:
+        yield
+    finally:
+        _backends.pop()
+
+
+def _pinned_backend() -> AbstractContextManager[None]:
+    if _backends[-1] == "default":
+        return nullcontext()
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    backends = {
+        "math": SDPBackend.MATH,
+        "efficient": SDPBackend.EFFICIENT_ATTENTION,
+        "cudnn": SDPBackend.CUDNN_ATTENTION,
+    }
+    return sdpa_kernel(backends[_backends[-1]])
 
 
 @torch.library.custom_op("fusion_evidence::paged_attention", mutates_args=())
@@ -85,12 +117,13 @@ def paged_attention(
     )
     query_at = seq_len - tokens + torch.arange(tokens, device=q.device)
     visible = torch.arange(keys.shape[0], device=q.device) <= query_at[:, None]
-    out = F.scaled_dot_product_attention(
-        q.transpose(0, 1)[None],
-        keys.transpose(0, 1)[None],
-        values.transpose(0, 1)[None],
-        attn_mask=visible,
-    )
+    with _pinned_backend():
+        out = F.scaled_dot_product_attention(
+            q.transpose(0, 1)[None],
+            keys.transpose(0, 1)[None],
+            values.transpose(0, 1)[None],
+            attn_mask=visible,
+        )
     return out[0].transpose(0, 1).contiguous()
 
 
@@ -390,21 +423,32 @@ def random_model(
     seed: int = 0,
     device: str = "cpu",
     dtype: torch.dtype = torch.bfloat16,
+    draw_on: str = "cpu",
 ) -> CompactModel:
     """A model with seeded random weights, for timing and for tests, in evaluation mode.
 
-    Weights are drawn on the CPU in fp32, so a seed gives the same model on every device.
+    Weights are drawn in fp32. On the CPU a seed gives the same model on every device; ``draw_on`` a
+    GPU, the same on every GPU of that kind, in seconds where the CPU takes minutes for billions.
     """
     with torch.device("meta"):
         model = CompactModel(config, prologue, numerics)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(draw_on).manual_seed(seed)
     state = {}
     for name, weight in model.state_dict().items():
         # Norm weights are offsets from 1; the others keep activations near unit variance.
         scale = 0.1 if weight.dim() == 1 else weight.shape[-1] ** -0.5
-        drawn = torch.randn(weight.shape, generator=generator) * scale
+        drawn = torch.randn(weight.shape, generator=generator, device=draw_on) * scale
         state[name] = drawn.to(device, dtype)
     return _assign(model, state, device, dtype)
+
+
+def with_prologue(
+    model: CompactModel, prologue: Prologue, numerics: Numerics | None = None
+) -> CompactModel:
+    """The same model, weights shared, with another prologue (and numerics, unless None)."""
+    other = copy.copy(model)
+    other.prologue, other.numerics = prologue, numerics or model.numerics
+    return other
 
 
 def _assign(
