@@ -59,7 +59,41 @@ def savings():
     )
 
 
+def saved():
+    rows = [("predicted", 152.0, 146.0, 158.0), ("realised", 168.0, 160.0, 176.0)]
+    rows += [("control", -2.9, -8.0, 3.0), ("resolution of this run", 0.0, -12.0, 12.0)]
+    names = ["effect", "value", "low", "high"]
+    return pd.DataFrame(rows, columns=names).assign(metric="tpot_saving", unit="us")
+
+
+def arms():
+    prefills = ("in_graph", "opaque_eager", "opaque_compiled")
+    rows = []
+    for prefill, decode in itertools.product(prefills, (*prefills, "fused")):
+        wrong = 11_520 if "eager" in prefill + decode else 0
+        rows.append({"prefill": prefill, "decode": decode, "value": wrong, "n": 11_520})
+    return pd.DataFrame(rows)
+
+
+def divergence():
+    rows = [
+        {"step": step, "layer": layer, "value": 0 if layer < 2 else step, "n": 6144}
+        for step, layer in itertools.product(range(60), range(4))
+    ]
+    return pd.DataFrame(rows)
+
+
+def flipped():
+    rng = np.random.default_rng(0)
+    margin = rng.exponential(0.05, 20)
+    return pd.DataFrame({"value": margin, "perturbation": rng.exponential(0.05, 20)})
+
+
 FIGURES = {
+    plots.effects: saved,
+    plots.factorial: arms,
+    plots.divergence_map: divergence,
+    plots.margins: flipped,
     plots.time_by_T: times,
     plots.mismatch_by_output_and_T: mismatches,
     plots.rounding_matrix: roundings,

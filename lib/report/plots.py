@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
@@ -22,7 +23,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLoca
 from fusion_evidence.lib.report import style
 
 _OUTPUTS = ("q", "k", "v", "gate", "key_cache", "value_cache")
-_FLOORS = ("copy", "chain", "empty")
+_FLOORS = ("copy", "accesses", "empty")
 _STYLES: dict[object, Any] = {"cold": "-", "hot": (0, (2, 1.6))}
 
 
@@ -205,6 +206,127 @@ def marker_counts(frame: pd.DataFrame) -> Figure:
         return fig
 
 
+def effects(frame: pd.DataFrame) -> Figure:
+    """Effects with their intervals on one axis with zero: saved or lost, resolved or not.
+
+    Labels: effect (its name); all in one unit. A row whose value is 0 and whose interval is symmetric is
+    a resolution, drawn as a band: an effect inside it cannot be told from none.
+    """
+    data = _numbers(frame, "effect")
+    band = (data["value"] == 0) & (data["low"] == -data["high"])
+    names = list(data["effect"])
+    with style.figure(1.2 + 0.5 * len(names)) as (fig, (axes,)):
+        axes.axvline(0, color=style.FAINT, linewidth=1)
+        for row, one in enumerate(data.itertuples()):
+            if band[row]:
+                axes.axvspan(one.low, one.high, color=style.NOTHING, zorder=0)
+                text, at = f"\u00b1 {_with_unit(one.high, one.unit)}", one.high
+            else:
+                ends = [[max(one.value - one.low, 0)], [max(one.high - one.value, 0)]]
+                known = not (math.isnan(one.low) or math.isnan(one.high))
+                colour = style.GREEN if one.value > 0 else style.VERMILLION
+                axes.errorbar(
+                    [one.value],
+                    [row],
+                    xerr=ends if known else None,
+                    fmt="o",
+                    color=colour,
+                    capsize=3,
+                )
+                text, at = _with_unit(one.value, one.unit), one.high if known else one.value
+            axes.annotate(
+                text, (at, row), (6, 0), textcoords="offset points", va="center", fontsize=9
+            )
+        axes.set_yticks(range(len(names)), names)
+        axes.set_ylim(len(names) - 0.4, -0.6)
+        axes.margins(x=0.22)
+        axes.set_xlabel(f"saved ({_unit(data)})")
+        axes.grid(True, axis="x")
+        return fig
+
+
+def factorial(frame: pd.DataFrame) -> Figure:
+    """Records that differ from the baseline, prefill against decode, counts in the cells.
+
+    Labels: prefill, decode. `value`: records that differ, `n`: records compared.
+    """
+    data = _numbers(frame, "prefill", "decode", "n")
+    prefills, decodes = (list(dict.fromkeys(data[side])) for side in ("prefill", "decode"))
+    part = data.groupby(["prefill", "decode"])[["value", "n"]].sum()
+    cells = [[_cell(part, (a, b)) for b in decodes] for a in prefills]
+    texts = [
+        "\u2013" if math.isnan(v) else f"{v:,.0f}\nof {n:,.0f}" for row in cells for v, n in row
+    ]
+    with style.figure(1.2 + 0.6 * len(prefills)) as (fig, (axes,)):
+        _heatmap(axes, cells, texts)
+        axes.set_yticks(range(len(prefills)), [_lines(name) for name in prefills])
+        axes.set_xticks(range(len(decodes)), [_lines(name) for name in decodes])
+        axes.set_ylabel("prefill")
+        axes.set_xlabel("decode")
+        return fig
+
+
+def divergence_map(frame: pd.DataFrame) -> Figure:
+    """Where two runs differ: layers upwards, steps to the right, shaded by the share of elements.
+
+    Labels: step, layer. `value`: elements that differ, `n`: elements compared. The step of the prefill
+    is 0.
+    """
+    data = _numbers(frame, "step", "layer", "n")
+    part = data.groupby(["layer", "step"])[["value", "n"]].sum()
+    share = (part["value"] / part["n"]).unstack("step")
+    with style.figure(1.5 + 0.24 * len(share)) as (fig, (axes,)):
+        shades = share.map(lambda rate: to_rgb(_shade(rate, 1.0)))  # type: ignore[arg-type]
+        image = np.array([[shades.loc[y, x] for x in share.columns] for y in share.index])
+        axes.imshow(image, aspect="auto", origin="lower", interpolation="nearest")
+        axes.set_yticks(range(len(share)), [f"{layer:g}" for layer in share.index])
+        every = max(1, len(share.columns) // 8)
+        shown = range(0, len(share.columns), every)
+        axes.set_xticks(list(shown), [f"{share.columns[i]:g}" for i in shown])
+        axes.set_xlabel("step (0: prefill)")
+        axes.set_ylabel("layer")
+        rates = [(0.0, "0"), (1e-6, "1 ppm"), (1e-4, "0.01 %"), (1e-2, "1 %"), (1.0, "all")]
+        handles = [
+            Rectangle((0, 0), 1, 1, facecolor=_shade(rate, 1.0), label=text)  # type: ignore[arg-type]
+            for rate, text in rates
+        ]
+        fig.legend(
+            handles=handles, loc="outside lower center", ncols=5, title="elements that differ"
+        )
+        return fig
+
+
+def margins(frame: pd.DataFrame) -> Figure:
+    """Changed tokens: the margin they were chosen by against the perturbation that met it.
+
+    `value`: top-1 minus top-2 logit in the baseline. Label: perturbation, the largest change of the two.
+    Below the line the change was as large as the margin: a coin toss between near-equal tokens.
+    """
+    data = _rows(
+        frame.assign(value=frame["margin"]) if "margin" in frame else frame, "perturbation"
+    )
+    least = 1e-4  # where an exact tie is drawn, on a logarithmic axis
+    x = data["perturbation"].astype(float).clip(lower=least)
+    y = data["value"].clip(lower=least)
+    low, high = 0.5 * min(x.min(), y.min()), 2 * max(x.max(), y.max())
+    with style.figure(3.6) as (fig, (axes,)):
+        axes.plot([low, high], [low, high], color=style.FAINT, linewidth=1, linestyle="--")
+        axes.annotate("margin = perturbation", (low, low), (14, 2), textcoords="offset points")
+        axes.scatter(x, y, color=style.BLUE, s=26, zorder=3)
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        decades = 10.0 ** np.arange(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)
+        for place in (axes.set_xticks, axes.set_yticks):
+            place(decades, [f"{x:g}" for x in decades])
+            place([], minor=True)
+        axes.set_xlim(low, high)
+        axes.set_ylim(low, high)
+        axes.set_xlabel("perturbation of the two logits")
+        axes.set_ylabel("margin in the baseline")
+        axes.grid(True)
+        return fig
+
+
 def _rows(frame: pd.DataFrame, *columns: str) -> pd.DataFrame:
     missing = [c for c in ("value", *columns) if c not in frame]
     if missing or frame.empty:
@@ -272,6 +394,10 @@ def _plain_log_axis(axes: Axes) -> None:
 def _ordered(names: object, first: tuple[str, ...]) -> list[str]:
     found = list(dict.fromkeys(names))  # type: ignore[call-overload]
     return [n for n in first if n in found] + [n for n in found if n not in first]
+
+
+def _lines(name: str) -> str:
+    return str(name).replace("_", "\n", 1)
 
 
 def _spaced(name: str) -> str:
