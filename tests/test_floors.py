@@ -7,7 +7,9 @@ import sys
 import pytest
 import torch
 
-from fusion_evidence.lib.measure.floors import copy_candidates, empty_kernel
+from fusion_evidence.kernels.shapes import preset
+from fusion_evidence.lib.measure.floors import accesses, copy_candidates, empty_kernel
+from fusion_evidence.lib.measure.inputs import OUTPUTS, POISON, prologue_inputs, run
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GUARD = 64
@@ -149,3 +151,34 @@ def test_compiled_copies_move_16_bytes_at_a_time():
         moves = re.findall(r"(?:ld|st)\.global\S*|(?:global|buffer)_(?:load|store)_\S+", text)
         assert moves
         assert all(wide in move for move in moves), moves
+
+
+def test_accesses_touch_what_the_op_touches(monkeypatch):
+    shape = preset("compact")
+    inputs = prologue_inputs(shape, 3, padding=1, device=DEVICE)
+    new_empty = torch.Tensor.new_empty
+
+    def poisoned_empty(tensor, *size, **options):
+        made = new_empty(tensor, *size, **options)
+        return made.fill_(float("nan")) if made.is_floating_point() else made
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned_empty)
+    found = run(accesses, inputs, shape, None)
+    for name in OUTPUTS[:4]:
+        assert not found[name].isnan().any(), name
+    heads = inputs.qkv[:, : 2 * shape.q_size].unflatten(-1, (shape.q_heads, 2, shape.head_dim))
+    assert torch.equal(found["gate"], heads[:, :, 1].flatten(1))
+    assert torch.equal(found["v"].flatten(1), inputs.qkv[:, -shape.kv_size :])
+    for cache, rows in (("key_cache", found["k"]), ("value_cache", found["v"])):
+        flat = found[cache].flatten(0, 1)
+        for token, slot in enumerate(inputs.slot_mapping.tolist()):
+            assert slot < 0 or torch.equal(flat[slot], rows[token]), cache
+        written = (flat.view(torch.int16) != POISON).any(-1).any(-1).sum().item()
+        assert written == 2, cache  # the padding token writes nothing
+
+
+def test_accesses_refuse_what_they_do_not_cover():
+    shape = preset("compact")
+    one_dimensional = prologue_inputs(shape, 2, position_dims=1, device=DEVICE)
+    with pytest.raises(ValueError, match="positions"):
+        accesses(*one_dimensional.args(), shape)

@@ -1,7 +1,8 @@
 """What no kernel can beat: an empty kernel, and the fastest copy of the same bytes.
 
 A copy is a floor only if nobody has a faster one, so there are several candidates: time them all
-and take the best. The kernels assume no wavefront width.
+and take the best. Between copy and op stands `accesses`, the op's accesses without its arithmetic.
+The kernels assume no wavefront width.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 import fusion_evidence.kernels  # noqa: F401  chooses Triton's interpreter where there is no device
+from fusion_evidence.kernels.shapes import AttentionShape
 
 try:
     import triton
@@ -79,50 +81,85 @@ def _copy_block(  # type: ignore[no-untyped-def]
 
 
 @_jit
-def _chain(  # type: ignore[no-untyped-def]
-    positions, position_row, table, out, PROGRAMS: tl.constexpr, WIDTH: tl.constexpr
-):
-    token = tl.program_id(0) // PROGRAMS
-    lane = tl.arange(0, WIDTH)
+def _accesses(  # type: ignore[no-untyped-def]
+    qkv, q_weight, k_weight, cos_sin, positions, slots, q_out, k_out, v_out, gate_out, keys, values,
+    width, table_width, position_row,
+    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    token = (tl.program_id(0) // (Q_HEADS + KV_HEADS)).to(tl.int64)
+    head = tl.program_id(0) % (Q_HEADS + KV_HEADS)
+    lane, column = tl.arange(0, HALF), tl.arange(0, DIM)
     position = tl.load(positions + (lane % 3) * position_row + token)
-    entry = table + position * (2 * WIDTH) + lane
-    total = tl.load(entry).to(tl.float32) + tl.load(entry + WIDTH).to(tl.float32)
-    tl.store(out + tl.program_id(0) * WIDTH + lane, total)
+    slot = tl.load(slots + token)
+    query = head < Q_HEADS
+    row = qkv + token * width
+    if query:
+        source, weight, copied = row + head * (2 * DIM), q_weight, row + head * (2 * DIM) + DIM
+        place = (token * Q_HEADS + head) * DIM
+        out, copied_out = q_out + place, gate_out + place
+    else:
+        head -= Q_HEADS
+        source, weight = row + (2 * Q_HEADS + head) * DIM, k_weight
+        copied = source + KV_HEADS * DIM
+        place = (token * KV_HEADS + head) * DIM
+        out, copied_out = k_out + place, v_out + place
+    x, w, second = tl.load(source + column), tl.load(weight + column), tl.load(copied + column)
+    first = tl.load(source + lane).to(tl.float32)
+    entry = cos_sin + position * table_width + lane
+    turned = first + tl.load(entry).to(tl.float32) + tl.load(entry + HALF).to(tl.float32)
+    y = x.to(tl.float32) + w.to(tl.float32)
+    tl.store(copied_out + column, second)
+    tl.store(out + column, y, mask=column >= 2 * HALF)
+    tl.store(out + lane, turned)
+    tl.store(out + HALF + lane, turned)
+    if (slot >= 0) & (not query):
+        cached = (slot * KV_HEADS + head) * DIM
+        tl.store(values + cached + column, second)
+        tl.store(keys + cached + column, y, mask=column >= 2 * HALF)
+        tl.store(keys + cached + lane, turned)
+        tl.store(keys + cached + HALF + lane, turned)
 
 
-def chain_kernel(positions: Tensor, table: Tensor, programs_each: int) -> Callable[[], object]:
-    """The longest chain of dependent memory accesses in the op, and nothing else.
+def accesses(
+    qkv: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    shape: AttentionShape,
+    _numerics: object = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Every load and store of the op, each waiting for what it needs, and no arithmetic to speak of.
 
-    Each of ``programs_each`` programs a token reads its position (rows T, H, W in turn), the cos/sin row
-    there, and writes one row of sums: no kernel that looks its rotation up can be faster than that.
-    With a table of more than twice the L2 cache the row comes from memory, the position from L2.
+    Called like the op. One wavefront reads a head's row, its pair columns, weight, slot, and the table
+    entries that its position names, and writes what the op writes; norm, reduction and rotation are
+    left out, so the numbers written mean nothing (V and gate are copies and right). What the op takes
+    above this is arithmetic; what this takes above a copy is the price of looking places up.
 
-    positions: int64 [3, T], unit last stride; table: [P, R], R / 2 a power of two.
-    ValueError: tensors that are not as said. RuntimeError: Triton is not installed.
+    ValueError: tensors that are not contiguous, positions that are not [3, T], rotary_dim / 2 that is
+    no power of two. RuntimeError: Triton is not installed.
     """
     _needs_triton()
-    width = table.shape[1] // 2
-    if (
-        positions.dim() != 2
-        or positions.stride(1) != 1
-        or not table.is_contiguous()
-        or width & (width - 1)
-    ):
+    half = shape.rotary_dim // 2
+    contiguous = all(t.is_contiguous() for t in (qkv, slot_mapping, key_cache, value_cache))
+    if positions.dim() != 2 or positions.stride(1) != 1 or not contiguous or half & (half - 1):
         raise ValueError(
-            "chain_kernel needs positions [3, T] and a contiguous table [P, R], R/2 a power of two"
+            "accesses needs contiguous tensors, positions [3, T] and a power of two as rotary_dim / 2"
         )
-    programs = positions.shape[1] * programs_each
-    out = table.new_empty(programs * width, dtype=torch.float32)
-    return partial(
-        _chain[(programs,)],
-        positions,
-        positions.stride(0),
-        table,
-        out,
-        programs_each,
-        width,
+    tokens = qkv.shape[0]
+    q = qkv.new_empty(tokens, shape.q_heads, shape.head_dim)
+    k, v = (qkv.new_empty(tokens, shape.kv_heads, shape.head_dim) for _ in range(2))
+    gate = qkv.new_empty(tokens, shape.q_size)
+    _accesses[(tokens * (shape.q_heads + shape.kv_heads),)](
+        *(qkv, q_weight, k_weight, cos_sin, positions, slot_mapping, q, k, v, gate),
+        *(key_cache, value_cache, qkv.stride(0), cos_sin.stride(0), positions.stride(0)),
+        *(shape.q_heads, shape.kv_heads, shape.head_dim, half),
         num_warps=1,
     )
+    return q, k, v, gate
 
 
 def empty_kernel(programs: int = 1, num_warps: int = 1) -> Callable[[], object]:
