@@ -17,7 +17,7 @@ import json
 import math
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Union
@@ -218,3 +218,36 @@ def check_namespace(
             f"parameter {', '.join(unset)} has no value: run the parameters cell first"
         )
     return {name: check_value(p, namespace[name]) for name, p in parameters.items()}
+
+
+@dataclass(frozen=True)
+class Between:
+    """Numbers from ``least`` to ``most``, both included."""
+
+    least: float
+    most: float = math.inf
+
+    def __contains__(self, value: float) -> bool:
+        return self.least <= value <= self.most
+
+    def __str__(self) -> str:
+        return f"at least {self.least}" if self.most == math.inf else f"{self.least} to {self.most}"
+
+
+def check_values(namespace: Mapping[str, Any], **wanted: Between | Collection[str]) -> None:
+    """Refuse values that no part of a notebook can use, before anything is compiled.
+
+    ``wanted`` says by parameter which numbers or which names are good; of a list, every item must
+    be. A list of numbers must not be empty. They are checked in the order given. Raises
+    ParameterError naming the parameter, what is expected and what was got (of a list: the wrong
+    items).
+    """
+    for name, good in wanted.items():
+        value = namespace[name]
+        items = value if isinstance(value, list) else [value]
+        wrong = [item for item in items if item not in good]
+        if wrong or (isinstance(good, Between) and not items):
+            expected = str(good) if isinstance(good, Between) else f"one of {', '.join(good)}"
+            if isinstance(value, list):
+                expected, value = f"a list of values, each {expected}", wrong
+            raise ParameterError(f"parameter {name}: expected {expected}, got {value!r}")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from fusion_evidence.lib.parameters import (
+    Between,
     ParameterError,
     check_namespace,
+    check_values,
     parse_value,
     read_parameters,
 )
@@ -113,3 +115,48 @@ def test_namespace_of_a_running_notebook(declared):
     values.pop("count")
     with pytest.raises(ParameterError, match="count has no value"):
         check_namespace(declared, values)
+
+
+def known() -> dict[str, object]:
+    """What the notebooks ask of their values, in small."""
+    return dict(
+        layers=Between(1),
+        tokens=Between(1, 65536),
+        scale=Between(0),
+        mode=["eager", "compiled"],
+        peers={"vllm": 1, "aiter": 2},
+    )
+
+
+GOOD = dict(layers=1, tokens=[1, 65536], scale=0.0, mode="eager", peers=["vllm"], other=-1)
+
+
+def test_good_values_pass():
+    check_values(GOOD, **known())
+    check_values(GOOD | dict(layers=10**9, scale=44.4, peers=[], mode="compiled"), **known())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (dict(layers=0), "parameter layers: expected at least 1, got 0"),
+        (dict(scale=-0.5), "parameter scale: expected at least 0, got -0.5"),
+        (dict(tokens=0), "parameter tokens: expected 1 to 65536, got 0"),
+        (
+            dict(tokens=[1, -3, 65537]),
+            "parameter tokens: expected a list of values, each 1 to 65536, got [-3, 65537]",
+        ),
+        (dict(tokens=[]), "parameter tokens: expected a list of values, each 1 to 65536, got []"),
+        (dict(mode="egaer"), "parameter mode: expected one of eager, compiled, got 'egaer'"),
+        (
+            dict(peers=["vllm", "vlm"]),
+            "parameter peers: expected a list of values, each one of vllm, aiter, got ['vlm']",
+        ),
+        (dict(layers=0, mode="x"), "parameter layers: expected at least 1, got 0"),
+    ],
+    ids=str,
+)
+def test_values_that_no_part_can_use_are_named(wrong, message):
+    with pytest.raises(ParameterError) as caught:
+        check_values(GOOD | wrong, **known())
+    assert str(caught.value) == message

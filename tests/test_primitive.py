@@ -63,46 +63,6 @@ def test_load_says_what_is_wrong_with_which_candidate(path, message):
     assert message in str(caught.value)
 
 
-GOOD = dict(
-    tokens=[1, 65536],
-    time_tokens=[1],
-    shapes=["compact"],
-    peer_names=["vllm", "flashinfer"],
-    elements=1,
-    kernel_tokens=0,
-    samples=5,
-    tpot_ms=0.0,
-)
-
-
-def test_good_parameters_pass():
-    primitive.check_parameters(**GOOD)
-    primitive.check_parameters(**GOOD | dict(shapes=[], peer_names=[], tpot_ms=44.4))
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        (dict(tokens=[0]), r"^tokens: expected values from 1 to 65536, got \[0\]"),
-        (dict(tokens=[1, -3, 5, 65537]), r"^tokens: .* got \[-3, 65537\]"),
-        (dict(tokens=[]), "^tokens: .* got none"),
-        (dict(time_tokens=[70000]), r"^time_tokens: .* got \[70000\]"),
-        (dict(time_tokens=[]), "^time_tokens: .* got none"),
-        (dict(tokens=[65], most=64), r"^tokens: expected values from 1 to 64, got \[65\]"),
-        (dict(shapes=["qwen"]), "unknown shape 'qwen'"),
-        (dict(peer_names=["vlm"]), r"^peers: expected names of vllm, .* got \['vlm'\]"),
-        (dict(elements=0), "^elements: expected at least 1, got 0"),
-        (dict(kernel_tokens=-1), "^kernel_tokens: expected at least 0, got -1"),
-        (dict(samples=4), "^samples: expected at least 5, got 4"),
-        (dict(tpot_ms=-1.0), r"^tpot_ms: expected at least 0, got -1\.0"),
-    ],
-    ids=str,
-)
-def test_values_that_no_part_can_use_are_named(wrong, message):
-    with pytest.raises(ValueError, match=message):
-        primitive.check_parameters(**GOOD | wrong)
-
-
 def test_the_source_shown_is_the_kernels_own():
     assert "def _prologue(" in primitive.source(fused.qkv_prologue)
     assert primitive.source(eager.qkv_prologue).startswith("def qkv_prologue(")
@@ -200,16 +160,12 @@ def cloning(*args):
     return q, k, v, gate
 
 
-def test_the_static_baseline_writes_in_place():
-    inputs = prologue_inputs(COMPACT, 1)
+@pytest.mark.parametrize(("tokens", "slot"), [(1, 0), (800, 1600)])
+def test_the_static_baseline_writes_in_place(tokens, slot):
+    """Also at a slot near the end of a cache for 800 tokens, of which one is left."""
+    inputs = primitive.head(prologue_inputs(COMPACT, tokens), 1)
+    inputs = replace(inputs, slot_mapping=torch.tensor([slot]))
     assert primitive.cache_sized_work(primitive.static_compiled(), COMPACT, inputs) == []
-
-
-@pytest.mark.xfail(strict=True, reason="the search has a cache of its own, which may be smaller")
-def test_slots_of_a_larger_cache():
-    few = primitive.head(prologue_inputs(COMPACT, 800), 1)
-    few = replace(few, slot_mapping=torch.tensor([1600]))  # the last but 15 of a cache for 800
-    assert primitive.cache_sized_work(primitive.static_compiled(), COMPACT, few) == []
 
 
 def test_a_planted_clone_of_the_cache_is_caught_though_its_bits_are_right():
@@ -373,7 +329,8 @@ LIMITS = {1: 1.5, 1024: 1.08}
     ],
 )
 def test_the_verdict_on_the_floor(timings, verdict):
-    found, why = primitive.near_the_floor(timings, LIMITS)
+    ratios = {T: timing.ratio(times["fused"], times["copy"]) for T, times in timings.items()}
+    found, why = primitive.near_the_floor(ratios, timings, LIMITS)
     assert found == verdict
     assert ("not timed: T=" in why) == (verdict == "INCONCLUSIVE")
     assert ("T=1: 1.4" in why or "T=1: 1.5" in why) == bool(timings)

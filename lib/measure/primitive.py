@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fusion_evidence.kernels import eager, fused
 from fusion_evidence.kernels.numerics import Numerics, Reduction
-from fusion_evidence.kernels.shapes import AttentionShape, preset
+from fusion_evidence.kernels.shapes import AttentionShape
 from fusion_evidence.lib.graph import generated_code
 from fusion_evidence.lib.measure import floors, peers, timing
 from fusion_evidence.lib.measure.inputs import Inputs, poisoned, prologue_inputs
@@ -45,38 +45,6 @@ def load(path: str) -> Implementation:
 def any_tree(shape: AttentionShape) -> Numerics:
     """Valid numerics for a call whose implementation ignores them."""
     return Numerics("per_op", Reduction.candidates(shape.head_dim)[0])
-
-
-def check_parameters(
-    *,
-    tokens: Sequence[int],
-    time_tokens: Sequence[int],
-    shapes: Sequence[str],
-    peer_names: Sequence[str],
-    elements: int,
-    kernel_tokens: int,
-    samples: int,
-    tpot_ms: float,
-    most: int = 65536,
-) -> None:
-    """Refuse values that no part of the notebook can use: ValueError, before anything is compiled."""
-    for name, counts in (("tokens", tokens), ("time_tokens", time_tokens)):
-        wrong = [count for count in counts if not 1 <= count <= most]
-        if wrong or not counts:
-            raise ValueError(f"{name}: expected values from 1 to {most}, got {wrong or 'none'}")
-    for name in shapes:
-        preset(name)
-    unknown = [name for name in peer_names if name not in peers.NAMES]
-    if unknown:
-        raise ValueError(f"peers: expected names of {', '.join(peers.NAMES)}, got {unknown}")
-    for name, value, least in (
-        ("elements", elements, 1),
-        ("kernel_tokens", kernel_tokens, 0),
-        ("samples", samples, 5),
-        ("tpot_ms", tpot_ms, 0),
-    ):
-        if value < least:
-            raise ValueError(f"{name}: expected at least {least}, got {value}")
 
 
 def source(implementation: Implementation) -> str:
@@ -138,6 +106,7 @@ def cache_sized_work(
     then nothing is proved.
     """
     blocks = inputs.qkv.numel() // (shape.kv_size * inputs.key_cache.shape[1]) + 9
+    blocks = max(blocks, inputs.key_cache.shape[0])  # every slot of the inputs' own cache
     size = (blocks, *inputs.key_cache.shape[1:])
     cache = [poisoned(*size, dtype=inputs.qkv.dtype, device=inputs.qkv.device) for _ in range(2)]
     with generated_code.capture() as codes:
@@ -369,13 +338,16 @@ def nearest(studied: Sequence[int], tokens: int) -> int:
 
 
 def near_the_floor(
-    timings: Mapping[int, Mapping[str, Timing]], limits: Mapping[int, float]
+    ratios: Mapping[int, tuple[float, float, float]],
+    timings: Mapping[int, Mapping[str, Timing]],
+    limits: Mapping[int, float],
 ) -> tuple[str, str]:
     """Verdict and figures of the kernel's time over the best copy's, T by T, against ``limits``.
 
+    ``ratios`` holds that ratio with its interval, ``timings`` the times it was formed of.
     INCONCLUSIVE where a T of ``limits`` was not timed.
     """
-    ratios = {T: timing.ratio(t["fused"], t["copy"]) for T, t in timings.items() if T in limits}
+    ratios = {T: r for T, r in ratios.items() if T in limits}
     why = ", ".join(
         f"T={T}: {r[0]:.3f} [{r[1]:.3f}, {r[2]:.3f}]" for T, r in sorted(ratios.items())
     )
