@@ -275,7 +275,7 @@ def test_only_a_peer_with_equal_work_is_timed(monkeypatch):
 
 def timed(fused: float = 10.0, control: float = 10.1, spread: float = 0.0, **medians: float):
     """Times of which every sample is the median, or lies so far from it on either side."""
-    arms = {"fused": fused, "control": control, "chain": 1.0} | medians
+    arms = {"fused": fused, "control": control, "accesses": 1.0} | medians
     signs = (-1, 1) * 5 + (0,)
     return {
         name: timing.summarize([us * (1 + spread * sign) for sign in signs], "given")

@@ -266,8 +266,8 @@ def time_arms(
 
     Adds ``control``, the first arm once more (A/A), and on an accelerator the floors: ``empty``, a kernel
     that does nothing in one program; ``copy``, the fastest of several kernels that read and write the
-    same bytes; ``chain``, the op's longest chain of dependent accesses alone. Cold: buffers rotate over
-    more than twice the L2 cache; hot: one buffer set.
+    same bytes; ``accesses``, the op's own loads and stores without its arithmetic. Cold: buffers rotate
+    over more than twice the L2 cache; hot: one buffer set.
 
     Args:
         arms: name -> what makes a call out of one buffer set. Outputs are allocated as each arm does it.
@@ -290,11 +290,7 @@ def time_arms(
     candidates = _copies(read, written, sets, machine.device)
     work |= candidates | {"empty": [floors.empty_kernel()]}
     if positions == "3d":
-        heads = shape.q_heads + shape.kv_heads
-        rows = 2 * l2_bytes // (2 * shape.rotary_dim) + 1 if cold else inputs[0].cos_sin.shape[0]
-        table = torch.randn(rows, shape.rotary_dim, device=machine.device).to(torch.bfloat16)
-        anywhere = torch.randint(rows, (sets, 3, tokens), device=machine.device)
-        work["chain"] = [floors.chain_kernel(places, table, heads) for places in anywhere]
+        work["accesses"] = [arm(floors.accesses, shape, any_tree(shape))(one) for one in inputs]
     footprints |= dict.fromkeys(candidates, (read + written) * sets)
     times = timing.time_graphs(work, footprints, samples=samples)
     best = min(candidates, key=lambda name: times[name].median_us)
@@ -351,8 +347,8 @@ def near_the_floor(
     why = ", ".join(
         f"T={T}: {r[0]:.3f} [{r[1]:.3f}, {r[2]:.3f}]" for T, r in sorted(ratios.items())
     )
-    why = f"times the best copy {why}; position -> table row -> store alone: " + ", ".join(
-        f"{timings[T]['chain'].median_us:.2f} of {timings[T]['fused'].median_us:.2f} us at T={T}"
+    why = f"times the best copy {why}; the op's accesses without its arithmetic: " + ", ".join(
+        f"{timings[T]['accesses'].median_us:.2f} of {timings[T]['fused'].median_us:.2f} us at T={T}"
         for T in sorted(ratios)
         if T < 64
     )
