@@ -213,27 +213,19 @@ def effects(frame: pd.DataFrame) -> Figure:
     a resolution, drawn as a band: an effect inside it cannot be told from none.
     """
     data = _numbers(frame, "effect")
-    band = (data["value"] == 0) & (data["low"] == -data["high"])
-    names = list(data["effect"])
+    names, unit = list(data["effect"]), _unit(data)
     with style.figure(1.2 + 0.5 * len(names)) as (fig, (axes,)):
         axes.axvline(0, color=style.FAINT, linewidth=1)
-        for row, one in enumerate(data.itertuples()):
-            if band[row]:
-                axes.axvspan(one.low, one.high, color=style.NOTHING, zorder=0)
-                text, at = f"\u00b1 {_with_unit(one.high, one.unit)}", one.high
+        for row, (value, low, high) in enumerate(data[["value", "low", "high"]].to_numpy(float)):
+            if value == 0 and low == -high:
+                axes.axvspan(low, high, color=style.NOTHING, zorder=0)
+                text, at = f"± {_with_unit(high, unit)}", high
             else:
-                ends = [[max(one.value - one.low, 0)], [max(one.high - one.value, 0)]]
-                known = not (math.isnan(one.low) or math.isnan(one.high))
-                colour = style.GREEN if one.value > 0 else style.VERMILLION
-                axes.errorbar(
-                    [one.value],
-                    [row],
-                    xerr=ends if known else None,
-                    fmt="o",
-                    color=colour,
-                    capsize=3,
-                )
-                text, at = _with_unit(one.value, one.unit), one.high if known else one.value
+                known = not (math.isnan(low) or math.isnan(high))
+                ends = [[max(value - low, 0.0)], [max(high - value, 0.0)]] if known else None
+                colour = style.GREEN if value > 0 else style.VERMILLION
+                axes.errorbar([value], [row], xerr=ends, fmt="o", color=colour, capsize=3)
+                text, at = _with_unit(value, unit), high if known else value
             axes.annotate(
                 text, (at, row), (6, 0), textcoords="offset points", va="center", fontsize=9
             )
