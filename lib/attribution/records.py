@@ -22,7 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fusion_evidence.kernels import op, reference
+from fusion_evidence.kernels import op
 from fusion_evidence.kernels.shapes import AttentionShape
 from fusion_evidence.lib.measure.compare import compare, pair_ulps
 from fusion_evidence.lib.service.model import observe_attention
@@ -44,8 +44,10 @@ class Tape:
         hashes: keep the SHA-256 of each tensor's bytes in place of the tensor: enough to count what
             differs, 32 bytes however large.
         inputs: keep what went into each prologue too, ``qkv [T, W]`` and ``positions``, and once per
-            layer the norm weights and the rotary table. Seen where the prologue is the opaque operator
-            or the reference; inside a compiled graph it has no such moment.
+            layer the norm weights and the rotary table. Seen where the prologue is the opaque operator;
+            one inside a graph has no such moment.
+
+    missing: request -> its last step, if nothing was recorded of that: its call failed, or did not come.
     """
 
     def __init__(
@@ -56,8 +58,9 @@ class Tape:
         self.shape, self.hashes, self.inputs = shape, hashes, inputs
         self._tensors: dict[str, Tensor] = {}
         self._digests: dict[str, str] = {}
+        self._device = "cpu"
         self._place: tuple[str, int, int | None] | None = None
-        self._seen = True
+        self.missing: dict[str, int] = {}
         self._arguments: tuple[Tensor, ...] | None = None
         self._stack = ExitStack()
 
@@ -67,25 +70,28 @@ class Tape:
             self._stack.enter_context(_observe_prologue(self._prologue))
         return self
 
-    def __exit__(self, kind: object, *_: object) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
-        if kind is None:
-            self._check_seen()
         self._place = None
 
     def at(self, request: str, step: int, tokens: int | None = None) -> None:
         """The next forward call is ``step`` of ``request``: 0 the prefill, s the decode of token s - 1.
 
-        RuntimeError: nothing was recorded at the place before, as happens when a captured graph replays.
+        RuntimeError: nothing was recorded of the request's step before, as when a captured graph replays.
         """
-        self._check_seen()
-        self._place, self._seen = (request, step, tokens), False
+        if self.missing.get(request, step) != step:
+            raise RuntimeError(
+                f"nothing was recorded of {request} at step {self.missing[request]}: the attention op's "
+                "Python did not run. It does not when a CUDA graph replays; record with graphs off"
+            )
+        self._place = (request, step, tokens)
+        self.missing[request] = step
 
     def save(self, path: Path) -> None:
         """Write a safetensors file: keys ``request/step/layer/{q,k,v}`` and, with ``inputs``, also
-        ``.../{qkv,positions}``, ``layer/{q_weight,k_weight}`` and ``cos_sin``; hashes and the shape are
-        metadata."""
-        metadata = {"shape": json.dumps(asdict(self.shape))}
+        ``.../{qkv,positions}``, ``layer/{q_weight,k_weight}`` and ``cos_sin``; hashes, shape and
+        kind of device are metadata."""
+        metadata = {"shape": json.dumps(asdict(self.shape)), "device": self._device}
         if self.hashes:
             metadata["sha256"] = json.dumps(self._digests)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -94,15 +100,6 @@ class Tape:
     def __len__(self) -> int:
         """Records so far."""
         return sum(key.endswith("/q") for key in (*self._tensors, *self._digests))
-
-    def _check_seen(self) -> None:
-        if not self._seen and self._place:
-            request, step, _ = self._place
-            self._seen = True
-            raise RuntimeError(
-                f"nothing was recorded of {request} at step {step}: the attention op's Python did not "
-                "run. It does not when a CUDA graph replays; record with graphs off"
-            )
 
     def _prologue(self, *arguments: Tensor) -> None:
         self._arguments = arguments
@@ -125,7 +122,8 @@ class Tape:
             raise RuntimeError(
                 f"{request}, step {step}: expected {tokens} tokens, got {q.shape[0]}"
             )
-        self._seen = True
+        self._device = q.device.type
+        self.missing.pop(request, None)
         at = seq_len - q.shape[0] + torch.arange(q.shape[0], device=q.device)
         size = key_cache.shape[1]
         rows = (block_table[at // size], at % size)
@@ -150,23 +148,17 @@ class Tape:
 
 @contextmanager
 def _observe_prologue(observer: Callable[..., None]) -> Iterator[None]:
-    """Call ``observer`` with the tensors of every opaque or reference prologue that runs.
+    """Call ``observer`` with the tensors of every opaque prologue that runs.
 
-    Both check their arguments before anything else, each through its own module's name.
+    Its body checks its arguments before anything else, through a name that no graph holds.
     """
+    check = op.check_arguments
 
-    def seen_by(check: Callable[..., None]) -> Callable[..., None]:
-        def checked(*arguments: Any) -> None:
-            check(*arguments)
-            if not torch.compiler.is_compiling():
-                observer(*arguments[:8])
+    def checked(*arguments: Any) -> None:
+        check(*arguments)
+        observer(*arguments[:8])
 
-        return checked
-
-    with ExitStack() as stack:
-        for module in (op, reference):
-            wrapped = seen_by(module.check_arguments)
-            stack.enter_context(mock.patch.object(module, "check_arguments", wrapped))
+    with mock.patch.object(op, "check_arguments", checked):
         yield
 
 
@@ -213,7 +205,8 @@ class Place:
 class RecordFile:
     """A file that `Tape.save` wrote, read a tensor at a time.
 
-    shape: the model's. digests: key -> hash and element count where the tape kept hashes.
+    shape: the model's. device: kind of device it ran on, ``cpu`` or ``cuda``.
+    digests: key -> hash and element count where the tape kept hashes.
 
     Raises:
         ValueError: the file is not one.
@@ -227,6 +220,7 @@ class RecordFile:
             raise ValueError(f"{path} holds no records: its metadata names no shape")
         raw = json.loads(metadata["shape"])
         self.shape = AttentionShape(**raw | {"mrope_section": tuple(raw["mrope_section"])})
+        self.device = metadata["device"]
         self.digests: dict[str, str] = json.loads(metadata.get("sha256", "{}"))
 
     def places(self, *tensors: str) -> list[Place]:
