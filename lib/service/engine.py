@@ -210,7 +210,8 @@ class Engine:
 
         Step 0 of a request is its prefill and gives token 0; step s is the decode call that is fed token
         s - 1. A prefill call in which something was compiled is repeated at once, with the clock
-        stopped, to tell compiling from prefill; it writes the same rows again.
+        stopped, to tell compiling from prefill; it writes the same rows again. Decode was compiled by
+        warm-up; should it be compiled again, that is in the token's time.
 
         Args:
             forced: by request id, the tokens to feed whatever the logits say; as many are generated.
@@ -423,8 +424,8 @@ def time_prefill(
     """Time of one prefill call of ``tokens`` dummy tokens on an idle server, engines interleaved.
 
     From ids on the host to the first token on the host, as in `Engine.serve`, by the host's clock. Two
-    calls before the first sample pay for compilation. Tokens beyond a request's room go round its
-    blocks.
+    calls before the first sample pay for compilation. Attention goes over the whole block table whatever
+    T is; tokens beyond a request's room go round its blocks, so give it room for the largest T.
 
     ValueError: more tokens than a model has positions, no engines, samples < 1.
     """
