@@ -1,0 +1,703 @@
+"""One arm in one fresh process: what it is asked, what it leaves behind, and how many run side by side.
+
+    python -m fusion_evidence.lib.service.jobs JOB.json FOLDER
+
+A job's folder holds everything of it: ``job.json``, ``log.txt``, ``result.json`` (written anew after every
+part, so that a job that dies keeps what it had), the records, and the generated source of every graph.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import psutil
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from fusion_evidence.lib.measure.timing import Timing
+from fusion_evidence.lib.service.arms import Arm, Built, Pins, build, parse_numerics
+from fusion_evidence.lib.service.graphs import GraphReport
+from fusion_evidence.lib.service.graphs import identical as identical_graphs
+from fusion_evidence.lib.service.metrics import Reply
+
+if TYPE_CHECKING:
+    from fusion_evidence.lib.service.engine import Engine, Settings
+    from fusion_evidence.lib.service.model import CompactModel
+    from fusion_evidence.lib.service.prompts import Request
+
+Tokens = dict[str, list[int]]
+"""By request id."""
+
+_TAIL = 40  # lines of a log in a result
+_SET_PDEATHSIG = 1
+
+
+class _Compiled(BaseModel):
+    """What is compiled: an arm with its numerics."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str = Field(pattern=r"^[\w.+-]+$")
+    arm: str = "baseline"
+    prefill_numerics: str | None = None
+    decode_numerics: str | None = None
+
+    @field_validator("arm")
+    @classmethod
+    def _known_arm(cls, text: str) -> str:
+        Arm.parse(text)
+        return text
+
+    @field_validator("prefill_numerics", "decode_numerics")
+    @classmethod
+    def _read_numerics(cls, text: str | None) -> str | None:
+        if text is not None:
+            parse_numerics(text)
+        return text
+
+    def build(self, model: CompactModel, pins: Pins, **options: Any) -> Built:
+        """See `arms.build`."""
+        prefill, decode = (
+            None if text is None else parse_numerics(text)
+            for text in (self.prefill_numerics, self.decode_numerics)
+        )
+        return build(
+            model,
+            Arm.parse(self.arm),
+            prefill_numerics=prefill,
+            decode_numerics=decode,
+            body_first_traced=pins.body_first_traced,
+            **options,
+        )
+
+
+class Beside(_Compiled):
+    """Another arm in the process of a job, only to time its decode step in turn with the job's own.
+
+    Its prefill is the job's own, as nothing of it is timed. pins: None: the job's.
+    """
+
+    pins: Pins | None = None
+
+
+class Job(_Compiled):
+    """What one process does.
+
+    name: of its folder and in the results. arm: see `arms.Arm.parse`. prefill_numerics,
+    decode_numerics: ``str(Numerics)`` of the bodies that have declared ones.
+
+    model: ``compact`` (the trained checkpoint), ``compact-random``, ``article`` (random, 24/4 heads of 256
+        and hidden 5120), or the folder of a checkpoint. layers, vocab: of a random model. seed: of its
+        weights and of synthetic prompts. device: None: the machine's.
+    pins, backend: of the compilation. fault: one of ``lib.attribution.faults``, planted in both graphs.
+        padded: opaque operators get padded rows.
+    requests: a file as in ``prompts.load_requests``; None: the project's. request_ids: only these, in the
+        file's order. lengths: synthetic random prompts ``T<length>`` in their place. new_tokens: of every
+        request; None: the request's own, of a synthetic one 8.
+    passes: each serves all requests once, timed: ``free``, or ``forced`` to the tokens in ``forced``, or
+        where that is empty to those of the first free pass.
+    record: one more pass, with no captured graphs, in which the attention op's arguments are kept, as
+        ``tensors`` or ``hashes``; record_inputs: those of opaque prologues too; logits: the logits too. It
+        is forced to the same tokens if there are any. record_ids, record_tokens: limits of this pass.
+    cuda_graph: replay decode; None: where there is a device and the arm can be captured.
+    max_tokens, block_size, in_flight, stop_token: see ``engine.Settings``.
+    prefill_times: prompt lengths to time prefill at, prefill_samples each. decode_samples: of the decode
+        step, each of decode_steps calls, in turn with the arms ``beside``.
+    cache: ``fresh``: compiler caches of its own, deleted afterwards; ``shared``: those of the environment;
+        None: shared on a machine without a device except for the arm ``rebuild``, else fresh.
+
+    ValueError: an unknown arm or numerics, forced tokens that nothing gives, recorded hashes of inputs,
+    layers or vocab of a checkpoint, names twice.
+    """
+
+    model: str = "compact"
+    layers: int | None = Field(default=None, ge=1)
+    vocab: int | None = Field(default=None, ge=2)
+    seed: int = 0
+    device: Literal["cpu", "cuda"] | None = None
+
+    pins: Pins = Pins()
+    backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
+    fault: str | None = None
+    padded: bool = False
+
+    requests: str | None = None
+    request_ids: list[str] | None = None
+    lengths: list[int] = []
+    new_tokens: int | None = Field(default=None, ge=1)
+
+    passes: list[Literal["free", "forced"]] = ["free"]
+    forced: Tokens = {}
+    record: Literal["none", "tensors", "hashes"] = "none"
+    record_inputs: bool = False
+    logits: bool = False
+    record_ids: list[str] | None = None
+    record_tokens: int | None = Field(default=None, ge=1)
+
+    cuda_graph: bool | None = None
+    max_tokens: int = Field(default=2048, ge=1)
+    block_size: int = Field(default=16, ge=1)
+    in_flight: int = Field(default=1, ge=1)
+    stop_token: int | None = None
+
+    prefill_times: list[int] = []
+    prefill_samples: int = Field(default=15, ge=1)
+    decode_samples: int = Field(default=0, ge=0)
+    decode_steps: int = Field(default=16, ge=1)
+    beside: list[Beside] = []
+
+    cache: Literal["fresh", "shared"] | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Job:
+        forced_at = self.passes.index("forced") if "forced" in self.passes else None
+        if forced_at is not None and not self.forced and "free" not in self.passes[:forced_at]:
+            raise ValueError(
+                "passes: a forced pass needs tokens in `forced` or a free pass before it"
+            )
+        if self.record_inputs and self.record != "tensors":
+            raise ValueError(f"record_inputs: expected record 'tensors', got {self.record!r}")
+        if not self.random and (self.layers or self.vocab):
+            raise ValueError(f"layers, vocab: model {self.model!r} is a checkpoint and has its own")
+        names = [self.name, *(one.name for one in self.beside)]
+        if len(set(names)) < len(names):
+            raise ValueError(f"beside: a name twice in {names}")
+        return self
+
+    @property
+    def random(self) -> bool:
+        """Its model has random weights."""
+        return self.model in ("compact-random", "article")
+
+
+class Pass(BaseModel):
+    """One serving of all requests."""
+
+    kind: Literal["free", "forced"]
+    replies: list[Reply]
+
+
+class JobResult(BaseModel):
+    """What came of a job.
+
+    error: empty when all of it was done; otherwise what happened, and the fields hold what there was.
+    log_tail: the end of its log, with an error.
+    passes: the replies of each. markers: runs of the opaque operator on the device and on the host, by
+        body (``decode``: the fused kernel), over the passes and the recording; expected: what the device
+        must have counted, from ``calls``, the forward calls of that time. layers: of the model.
+    warm_up: seconds, see ``Engine.warm_up``. graphs: what Inductor made, by name. seconds: of the parts.
+    decode_times: by name, the job's own first; prefill_times: by prompt length.
+    unavailable: pins that this torch lacks. files: kind (``records``, ``logits``, ``code/<graph>``) ->
+        name in ``folder``.
+    """
+
+    job: Job
+    folder: Path
+    error: str = "not started"
+    log_tail: str = ""
+    passes: list[Pass] = []
+    markers: dict[str, dict[str, int]] = {}
+    expected: dict[str, int] = {}
+    calls: dict[str, int] = {}
+    layers: int = 0
+    warm_up: dict[str, float] = {}
+    graphs: dict[str, GraphReport] = {}
+    seconds: dict[str, float] = {}
+    decode_times: dict[str, Timing] = {}
+    prefill_times: dict[int, Timing] = {}
+    machine: str = ""
+    versions: dict[str, str] = {}
+    unavailable: list[str] = []
+    peak_bytes: int | None = None
+    files: dict[str, str] = {}
+
+    @property
+    def ok(self) -> bool:
+        """All was done and no request failed."""
+        return not self.error and all(r.finish_reason != "error" for r in self._replies())
+
+    def _replies(self) -> list[Reply]:
+        return [reply for one in self.passes for reply in one.replies]
+
+    def replies(self, kind: Literal["free", "forced"]) -> list[Reply]:
+        """Of the first pass of that kind; ValueError when there was none."""
+        for one in self.passes:
+            if one.kind == kind:
+                return one.replies
+        raise ValueError(
+            f"job {self.job.name} has no {kind} pass" + (self.error and f": {self.error}")
+        )
+
+    @property
+    def tokens(self) -> Tokens:
+        """Of the first free pass, by request: what other arms can be forced to."""
+        return {reply.id: reply.tokens for reply in self.replies("free")}
+
+    def path(self, kind: str) -> Path:
+        """A file of the job. ValueError naming those it has."""
+        if kind not in self.files:
+            raise ValueError(
+                f"job {self.job.name} has no {kind!r}, only {', '.join(self.files) or 'nothing'}"
+                + (self.error and f": {self.error}")
+            )
+        return self.folder / self.files[kind]
+
+    def save(self) -> None:
+        """Write ``result.json`` into the folder, whole or not at all."""
+        temporary = self.folder / "result.json.part"
+        temporary.write_text(self.model_dump_json(indent=1, exclude={"folder"}), encoding="utf-8")
+        temporary.replace(self.folder / "result.json")
+
+    @classmethod
+    def load(cls, folder: Path) -> JobResult:
+        """Read a job's folder, also one that was moved."""
+        text = (folder / "result.json").read_text(encoding="utf-8")
+        return cls(folder=folder, **json.loads(text))
+
+
+def identical(one: JobResult, other: JobResult, graph: str = "prefill") -> dict[str, bool | None]:
+    """`graphs.identical` of two jobs: ``source``, ``config`` and ``binary`` of a graph."""
+    return identical_graphs(one.graphs, other.graphs, graph)
+
+
+def run_job(job: Job, folder: Path) -> JobResult:
+    """Do a job in this process. Meant for a fresh one: caches and compiled code stay behind.
+
+    What goes wrong is raised; ``result.json`` then holds what was done until there.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    result = JobResult(job=job, folder=folder)
+    work = _Work(result)
+    with work.part("start"):
+        work.start()
+    with job.pins.apply():
+        for part in (work.warm_up, work.serve, work.record, work.read_graphs, work.time):
+            with work.part(part.__name__):
+                part()
+    result.error = ""
+    result.save()
+    return result
+
+
+class _Work:
+    """The parts of a job, one after the other."""
+
+    def __init__(self, result: JobResult) -> None:
+        self.result, self.job, self.folder = result, result.job, result.folder
+
+    def part(self, name: str) -> _Part:
+        return _Part(self.result, name)
+
+    def start(self) -> None:
+        import torch
+
+        from fusion_evidence.lib.measure.machine import detect
+
+        job, machine = self.job, detect()
+        self.result.machine, self.result.versions = machine.name, dict(machine.versions)
+        self.device = job.device or machine.device
+        self.result.unavailable = job.pins.unavailable
+        torch.manual_seed(job.seed)
+        self.model, self.tokenizer = _load_model(job, self.device)
+        self.result.layers = self.model.config.layers
+        self.requests = _requests(job, self.model.config.vocab_size)
+        options: dict[str, Any] = {}
+        if job.fault is not None:
+            from fusion_evidence.lib.attribution.faults import fault
+
+            planted = fault(job.fault)
+            options = {"wrap_prologue": planted.prologue, "wrap_forward": planted.forward}
+        self.built = job.build(
+            self.model, job.pins, padded=job.padded, backend=job.backend, **options
+        )
+
+    def engine(self, built: Built, cuda_graph: bool) -> Engine:
+        from fusion_evidence.lib.service.engine import Engine, Settings
+
+        job = self.job
+        settings: Settings = Settings(
+            max_tokens=job.max_tokens,
+            block_size=job.block_size,
+            in_flight=job.in_flight,
+            cuda_graph=cuda_graph,
+            stop_token=job.stop_token,
+        )
+        return Engine(built.model, built.prefill, built.decode, settings, self.tokenizer)
+
+    def warm_up(self) -> None:
+        graphs = self.job.cuda_graph
+        if graphs is None:
+            graphs = self.device == "cuda" and self.built.arm.decode != "opaque_reference"
+        self.server = self.engine(self.built, graphs)
+        self.result.warm_up = self.server.warm_up(self.job.pins.first_traced)
+        self.built.reset_markers()
+        self.calls: Counter[str] = Counter()
+
+    def counted(self, engine: Engine, serve: Callable[[], list[Reply]]) -> list[Reply]:
+        """Serve, and add what was called and what the operator's markers say to the result."""
+        before = Counter(engine.calls)
+        replies = serve()
+        self.calls += engine.calls - before
+        self.result.calls = dict(self.calls)
+        self.result.markers = self.built.read_markers()
+        self.result.expected = _expected(self.built.arm, self.calls, self.result.layers)
+        return replies
+
+    @property
+    def forced(self) -> Mapping[str, Sequence[int]] | None:
+        if self.job.forced:
+            return self.job.forced
+        if any(one.kind == "free" for one in self.result.passes):
+            return self.result.tokens
+        return None
+
+    def serve(self) -> None:
+        for kind in self.job.passes:
+            forced = self.forced if kind == "forced" else None
+            if forced is not None and (
+                missing := [r.id for r in self.requests if r.id not in forced]
+            ):
+                raise ValueError(f"forced: no tokens for {', '.join(missing)}")
+            replies = self.counted(
+                self.server, lambda forced=forced: self.server.serve(self.requests, forced=forced)
+            )
+            self.result.passes.append(Pass(kind=kind, replies=replies))
+            self.result.save()
+
+    def record(self) -> None:
+        from fusion_evidence.lib.attribution.records import LogitTape, Tape
+
+        job = self.job
+        if job.record == "none" and not job.logits:
+            return
+        requests = [r for r in self.requests if job.record_ids is None or r.id in job.record_ids]
+        forced = self.forced
+        if (limit := job.record_tokens) is not None:
+            requests = [replace(r, max_new_tokens=min(limit, r.max_new_tokens)) for r in requests]
+            forced = forced and {name: tokens[:limit] for name, tokens in forced.items()}
+        engine = self.server
+        if (
+            engine.settings.cuda_graph
+        ):  # its replays run no Python, so nothing could be seen in them
+            engine = self.engine(self.built, cuda_graph=False)
+        logits = LogitTape()
+        options: dict[str, Any] = {"on_logits": logits.at} if job.logits else {}
+        tape = None
+        if job.record != "none":
+            shape = self.model.config.shape
+            tape = Tape(shape, hashes=job.record == "hashes", inputs=job.record_inputs)
+            options["on_step"] = tape.at
+        with nullcontext() if tape is None else tape:
+            replies = self.counted(engine, lambda: engine.serve(requests, forced=forced, **options))
+        failed = [f"{r.id}: {r.error}" for r in replies if r.finish_reason == "error"]
+        if failed:
+            raise RuntimeError(f"recording failed of {'; '.join(failed)}")
+        if tape is not None:
+            self.keep("records", "records.safetensors", tape.save)
+        if job.logits:
+            self.keep("logits", "logits.safetensors", logits.save)
+
+    def keep(self, kind: str, name: str, save: Callable[[Path], None]) -> None:
+        save(self.folder / name)
+        self.result.files[kind] = name
+
+    def read_graphs(self) -> None:
+        for name, (report, code) in self.built.graphs().items():
+            self.result.graphs[name] = report
+            self.keep(
+                f"code/{name}",
+                f"code_{name}.py",
+                lambda path, code=code: path.write_text(code, encoding="utf-8"),
+            )
+
+    def time(self) -> None:
+        import torch
+
+        from fusion_evidence.lib.service.engine import time_decode, time_prefill
+
+        job = self.job
+        for tokens in job.prefill_times:
+            times = time_prefill({job.name: self.server}, tokens, samples=job.prefill_samples)
+            self.result.prefill_times[tokens] = times[job.name]
+        if job.decode_samples:
+            engines = {job.name: self.server}
+            for other in job.beside:
+                pins = other.pins or job.pins
+                built = other.build(
+                    self.model, pins, backend=job.backend, wrap_forward=_pinned(pins)
+                )
+                built.prefill = self.built.prefill
+                engines[other.name] = self.engine(built, cuda_graph=False)
+                engines[other.name].warm_up(None)
+            self.result.decode_times = time_decode(
+                engines, self.requests[0], steps=job.decode_steps, samples=job.decode_samples
+            )
+        if self.device == "cuda":
+            self.result.peak_bytes = torch.cuda.max_memory_allocated()
+
+
+class _Part:
+    """A part of a job: said in the log, timed, and in the result's error for as long as it lasts."""
+
+    def __init__(self, result: JobResult, name: str) -> None:
+        self.result, self.name = result, name
+
+    def __enter__(self) -> None:
+        self.began = time.monotonic()
+        self.result.error = f"ended during {self.name}"
+        self.result.save()
+        print(f"{self.result.job.name}: {self.name}", flush=True)
+
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        self.result.seconds[self.name] = time.monotonic() - self.began
+        if error is not None:
+            self.result.error = f"{self.name}: {type(error).__name__}: {error}"
+            self.result.save()
+
+
+def _pinned(pins: Pins) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def wrap(step: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            with pins.apply():
+                return step(*arguments)
+
+        return call
+
+    return wrap
+
+
+def _expected(arm: Arm, calls: Mapping[str, int], layers: int) -> dict[str, int]:
+    """Runs of the operator's bodies that these forward calls make; none without an operator."""
+    expected = {"decode": 0, "prefill": 0}
+    for side, body in (("prefill", arm.prefill), ("decode", arm.decode)):
+        if body != "in_graph":
+            path = "decode" if body.removeprefix("opaque_") == "fused" else "prefill"
+            expected[path] += layers * calls.get(side, 0)
+    return expected
+
+
+def _load_model(job: Job, device: str) -> tuple[CompactModel, Any]:
+    """The model and, of a checkpoint that has one, its tokenizer."""
+    from fusion_evidence.kernels import eager
+    from fusion_evidence.lib.service import model as models
+
+    if job.random:
+        article = job.model == "article"
+        make = models.ModelConfig.article if article else models.ModelConfig.compact
+        sizes = {} if job.vocab is None else {"vocab_size": job.vocab}
+        config = make(layers=job.layers, **sizes)
+        draw_on = device if article else "cpu"  # 6e9 numbers take minutes on a CPU
+        model = models.random_model(
+            config, eager.qkv_prologue, seed=job.seed, device=device, draw_on=draw_on
+        )
+        return model, None
+    from fusion_evidence.lib.service.prompts import COMPACT, load_tokenizer
+
+    folder = COMPACT if job.model == "compact" else Path(job.model)
+    model = models.load(folder, eager.qkv_prologue, device=device)
+    return model, load_tokenizer(folder) if (folder / "tokenizer.json").exists() else None
+
+
+def _requests(job: Job, vocabulary: int) -> list[Request]:
+    import torch
+
+    from fusion_evidence.lib.service.prompts import Request, load_requests
+
+    if job.lengths:
+        draw = torch.Generator().manual_seed(job.seed)
+        requests = [
+            Request(
+                id=f"T{length}",
+                text="",
+                ids=tuple(torch.randint(vocabulary, (length,), generator=draw).tolist()),
+                positions=None,
+                max_new_tokens=8,
+            )
+            for length in job.lengths
+        ]
+    else:
+        requests = load_requests(Path(job.requests)) if job.requests else load_requests()
+    if job.request_ids is not None:
+        known = [request.id for request in requests]
+        if unknown := [name for name in job.request_ids if name not in known]:
+            raise ValueError(f"request_ids: no {', '.join(unknown)} in {', '.join(known)}")
+        requests = [request for request in requests if request.id in job.request_ids]
+    if job.new_tokens is not None:
+        requests = [replace(request, max_new_tokens=job.new_tokens) for request in requests]
+    return requests
+
+
+def run_jobs(
+    jobs: Sequence[Job],
+    folder: Path,
+    *,
+    parallel: int = 1,
+    devices: Sequence[int] | None = None,
+    timeout: float = 1800.0,
+    report: Callable[[str], None] = print,
+) -> dict[str, JobResult]:
+    """Run every job in a fresh process, ``parallel`` at a time, each in ``folder/<name>``.
+
+    Times of jobs that share a device mean nothing, nor does what a compiler chooses by timing: give jobs
+    that are timed, or not pinned, a device each. Call it from a thread that outlives the jobs.
+
+    Args:
+        devices: numbers of the devices to spread the running jobs over; None: whatever each finds.
+        timeout: seconds a job may take.
+        report: called with a line when a job starts and when it ends.
+
+    Returns:
+        By name, in the order of ``jobs``. A job that fails, dies or takes too long is a result whose
+        ``error`` says so; the others go on.
+
+    ValueError: names twice, parallel < 1.
+    """
+    names = [job.name for job in jobs]
+    if len(set(names)) < len(names) or parallel < 1:
+        raise ValueError(f"expected distinct names and parallel >= 1, got {names}, {parallel}")
+    waiting, running, results = list(jobs), [], {}
+    free = list(range(parallel))
+    try:
+        while waiting or running:
+            while waiting and free:
+                slot, job = free.pop(0), waiting.pop(0)
+                device = None if devices is None else devices[slot % len(devices)]
+                running.append(_Running(job, folder / job.name, slot, parallel, device, timeout))
+                report(f"{job.name}: started")
+            for one in [one for one in running if one.ended()]:
+                running.remove(one)
+                free.append(one.slot)
+                results[one.job.name] = result = one.result()
+                report(f"{one.job.name}: {result.error or 'done'} ({one.seconds():.0f} s)")
+            if running:
+                time.sleep(0.1)
+    finally:
+        for one in running:
+            one.stop()
+    return {name: results[name] for name in names}
+
+
+class _Running:
+    """A job's process."""
+
+    def __init__(
+        self, job: Job, folder: Path, slot: int, parallel: int, device: int | None, timeout: float
+    ) -> None:
+        self.job, self.folder, self.slot, self.timeout = job, folder, slot, timeout
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "result.json").unlink(missing_ok=True)
+        (folder / "job.json").write_text(job.model_dump_json(indent=1), encoding="utf-8")
+        self.cache = folder / "cache" if _fresh_cache(job) else None
+        environment = _environment(job, self.cache, parallel, device)
+        self.began = time.monotonic()
+        self.limit = ""
+        with open(folder / "log.txt", "wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(folder / "job.json"), str(folder)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,  # the terminal's Ctrl-C is for the parent
+            )
+
+    def seconds(self) -> float:
+        return time.monotonic() - self.began
+
+    def ended(self) -> bool:
+        if self.process.poll() is None and self.seconds() > self.timeout:
+            self.limit = f"over the limit of {self.timeout:g} s"
+            self.stop()
+        return self.process.poll() is not None
+
+    def stop(self) -> None:
+        """Kill the process and all it started."""
+        try:
+            descendants = psutil.Process(self.process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            descendants = []
+        self.process.kill()
+        for descendant in descendants:
+            try:
+                descendant.kill()
+            except psutil.NoSuchProcess:
+                continue
+        self.process.wait()
+        self._drop_cache()
+
+    def _drop_cache(self) -> None:
+        if self.cache is not None:
+            shutil.rmtree(self.cache, ignore_errors=True)
+
+    def result(self) -> JobResult:
+        self._drop_cache()
+        try:
+            result = JobResult.load(self.folder)
+        except FileNotFoundError:
+            result = JobResult(job=self.job, folder=self.folder)
+        if status := self.process.returncode:
+            died = f"killed by {signal.Signals(-status).name}" if status < 0 else f"status {status}"
+            if result.error.startswith(("not started", "ended during")):  # it could not say why
+                result.error = f"{result.error} ({self.limit or died})"
+            log = (self.folder / "log.txt").read_text(encoding="utf-8", errors="replace")
+            result.log_tail = "\n".join(log.splitlines()[-_TAIL:])
+            result.save()
+        return result
+
+
+def _fresh_cache(job: Job) -> bool:
+    if job.cache is not None:
+        return job.cache == "fresh"
+    from fusion_evidence.lib.measure.machine import detect
+
+    return (job.device or detect().device) != "cpu" or job.arm == "rebuild"
+
+
+def _environment(job: Job, cache: Path | None, parallel: int, device: int | None) -> dict[str, str]:
+    """Of a job's process: caches, compile threads, device, and what its pins need."""
+    from fusion_evidence.lib.measure.machine import detect
+
+    environment = dict(os.environ) | {"PYTHONUNBUFFERED": "1"} | job.pins.environment
+    # Inductor would start a worker for every core in each of the processes.
+    threads = max(1, detect().cpu_cores // parallel)
+    environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))
+    if cache is not None:
+        shutil.rmtree(cache, ignore_errors=True)
+        environment["TORCHINDUCTOR_CACHE_DIR"] = str((cache / "inductor").resolve())
+        environment["TRITON_CACHE_DIR"] = str((cache / "triton").resolve())
+    if device is not None:
+        hip = detect().profile == "dcu"
+        environment["HIP_VISIBLE_DEVICES" if hip else "CUDA_VISIBLE_DEVICES"] = str(device)
+    return environment
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Entry point of a job's process: ``JOB.json FOLDER``; 0 when all of it was done."""
+    if sys.platform == "linux":  # nothing outlives a runner that was killed
+        ctypes.CDLL(None).prctl(_SET_PDEATHSIG, signal.SIGKILL)
+    faulthandler.enable()
+    file, folder = map(Path, arguments)
+    try:
+        run_job(Job.model_validate_json(file.read_text(encoding="utf-8")), folder)
+    except Exception:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
