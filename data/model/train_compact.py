@@ -32,6 +32,7 @@ from fusion_evidence.kernels.eager import qkv_prologue
 from fusion_evidence.kernels.shapes import preset
 from fusion_evidence.lib.service.model import (
     CompactModel,
+    DecoderLayer,
     ModelConfig,
     greedy,
     random_model,
@@ -123,6 +124,7 @@ def training_logits(model: CompactModel, ids: Tensor, positions: Tensor) -> Tens
     x = model.embed_tokens(ids)
     slots = torch.arange(batch * context, device=ids.device)
     for layer in model.layers:
+        assert isinstance(layer, DecoderLayer)
         qkv = layer.qkv_proj(layer.input_layernorm(x)).flatten(0, 1)
         scratch = qkv.new_empty(2, 1, batch * context, shape.kv_heads, shape.head_dim)
         q, k, v, gate = qkv_prologue(
