@@ -12,17 +12,24 @@ from fusion_evidence.kernels.numerics import Numerics, Reduction
 from fusion_evidence.lib.attribution.records import LogitTape, Tape
 from fusion_evidence.lib.service.model import CompactModel, ModelConfig, random_model, step
 
-BLOCK, TABLE = 16, (7, 2, 9, 4, 1, 8)
-"""Blocks out of order, others' rows between them."""
-STEPS = 3
+STEPS, VOCABULARY = 3, 1024
 REQUESTS = {"text": (40, False), "image": (71, True)}
 """id -> prompt tokens, and whether the three position rows differ."""
+BLOCK = 16
+
+
+def table(tokens: int) -> list[int]:
+    """Blocks for so many tokens and one more, out of order, others' between them."""
+    return list(range(1, 2 * (tokens // BLOCK + 2), 2))[::-1]
+
+
+TABLE = table(71 + STEPS)
 FUSED = Numerics("fp32_through", Reduction(32, 2))
 PER_OP = Numerics("per_op", Reduction(32, 2))
 
 
 def model(layers: int = 3, numerics: Numerics = FUSED, prologue=reference.qkv_prologue, **options):
-    return random_model(ModelConfig.compact(layers, vocab_size=96), prologue, numerics, **options)
+    return random_model(ModelConfig.compact(layers, VOCABULARY), prologue, numerics, **options)
 
 
 def image_positions(tokens: int) -> torch.Tensor:
@@ -44,15 +51,16 @@ def forced(
     """Feed every request its own fixed tokens, a prefill and `STEPS` of one; record it to ``path``."""
     forward = one if forward is None else forward
     kept = LogitTape()
+    blocks = table(max(tokens for tokens, _ in requests.values()) + STEPS)
     with Tape(one.config.shape, **tape) as recorder:
         for name, (tokens, image) in requests.items():
             generator = torch.Generator().manual_seed(tokens)
-            ids = torch.randint(96, (tokens + STEPS,), generator=generator).tolist()
-            caches = one.new_caches(12, BLOCK)
+            ids = torch.randint(VOCABULARY, (tokens + STEPS,), generator=generator).tolist()
+            caches = one.new_caches(2 * len(blocks), BLOCK)
             for at in range(STEPS + 1):
                 start, end = (0, tokens) if at == 0 else (tokens + at - 1, tokens + at)
                 positions = image_positions(tokens) if image and at == 0 else None
-                arguments = step(ids[start:end], start, TABLE, BLOCK, positions=positions)
+                arguments = step(ids[start:end], start, blocks, BLOCK, positions=positions)
                 recorder.at(name, at, end - start)
                 kept.at(name, at, one.logits(forward(*arguments, caches)[-1]))
     recorder.save(path)
