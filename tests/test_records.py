@@ -159,6 +159,9 @@ def test_rounding_starts_in_the_first_prologue(runs):
     heat = r.heat(frame)
     assert list(heat.index) == list(range(STEPS + 1))
     assert list(heat.columns) == list(range(LAYERS))
+    counts = r.counts(frame)
+    assert counts["n"].sum() == frame["elements"].sum()
+    assert counts["value"].sum() == frame["mismatches"].sum()
     assert (heat[0] < 0.2).all()
     assert (heat[2] > 0.5).all()
 

@@ -210,8 +210,9 @@ def diagnose(frame: pd.DataFrame) -> Diagnosis:
     Where V is equal in a record, the projection is, and Q and K differ by what this prologue does: at
     most `PROLOGUE_ULPS`. Where V differs, something before differs, or the write to the cache; then the
     error of a token's heads is at most `LAYER_ERROR`, and as much again for every layer since the first
-    that differs in that request. One record beyond its bound is a fault. A rounding error can be larger
-    only where the model amplifies it, as no model does whose greedy texts survive quantization.
+    that differs in that request. One record beyond its bound is a fault. So a model that amplifies rounding
+    by more than that from layer to layer would be called faulty, and a fault as small as rounding is not
+    seen.
 
     ValueError: the records were kept as hashes, of which no size is known.
     """

@@ -273,8 +273,8 @@ def compare_records(a: Path, b: Path) -> pd.DataFrame:
             row |= _difference(one.get(place.key), other.get(place.key), rotary)
         rows.append(row)
     frame = pd.DataFrame(rows, columns=_COLUMNS)
-    counts = ["mismatches", "max_ulp", "unrotated"]
-    return frame.astype(dict.fromkeys(counts, "Int64") | {"differs": bool})
+    whole = ["mismatches", "max_ulp", "unrotated"]
+    return frame.astype(dict.fromkeys(whole, "Int64") | {"differs": bool})
 
 
 _COLUMNS = [
@@ -385,14 +385,18 @@ def first_divergence(frame: pd.DataFrame) -> Divergence | None:
     )
 
 
+def counts(frame: pd.DataFrame) -> pd.DataFrame:
+    """By step and layer, over all requests: ``value`` elements that differ of ``n``; of hashes, tensors."""
+    known = not frame["mismatches"].isna().any()
+    value, n = (frame["mismatches"], frame["elements"]) if known else (frame["differs"], 1)
+    cells = frame[["step", "layer"]].assign(value=value.astype(int), n=n)
+    return cells.groupby(["step", "layer"]).sum().reset_index()
+
+
 def heat(frame: pd.DataFrame) -> pd.DataFrame:
     """Share of differing elements (of hashes: of differing tensors), step by layer, over all requests."""
-    groups = frame.groupby(["step", "layer"])
-    if frame["mismatches"].isna().any():
-        share = groups["differs"].mean()
-    else:
-        share = groups["mismatches"].sum().astype(float) / groups["elements"].sum()
-    return share.unstack("layer")
+    cells = counts(frame).set_index(["step", "layer"])
+    return (cells["value"] / cells["n"]).unstack("layer")
 
 
 def compare_logits(a: Path, b: Path) -> pd.DataFrame:
