@@ -120,6 +120,7 @@ def test_pins_hold_inside_and_only_there():
         assert config.deterministic
         assert config.force_disable_caches
         assert config.max_fusion_size == 3
+        assert not getattr(torch._functorch.config, "check_custom_op_aliasing", False)
         with Pins().apply():  # an unpinned arm beside
             assert not config.deterministic
     assert before == (config.deterministic, config.force_disable_caches, config.max_fusion_size)
@@ -226,7 +227,10 @@ def test_both_sides_may_have_numerics_of_their_own(model):
 
 
 def test_fused_at_every_t_never_falls_back(model):
-    (every,) = made(model, "opaque_fused__in_graph").opaque
+    built = made(model, "opaque_fused__in_graph")
+    assert built.arm.needs_device
+    assert not Arm.parse("opaque_reference__opaque_reference").needs_device
+    (every,) = built.opaque
     assert [every.configuration.path(T) for T in (1, 2, 4096)] == ["decode"] * 3
 
 

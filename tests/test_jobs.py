@@ -139,6 +139,7 @@ def test_a_job_in_this_process(tmp_path):
         record="hashes",
         record_ids=["T4"],
         record_tokens=2,
+        recordings=["again", "recompiled"],
         prefill_times=[5],
         prefill_samples=2,
         decode_samples=2,
@@ -150,8 +151,10 @@ def test_a_job_in_this_process(tmp_path):
     assert list(result.decode_times) == ["timed", "again", "other"]
     assert [timing.n for timing in result.decode_times.values()] == [2, 2, 2]
     assert result.prefill_times[5].n == 2
-    frame = compare_records(result.path("records"), result.path("records"))
-    assert set(zip(frame.request, frame.step, strict=True)) == {("T4", 0), ("T4", 1)}
+    for other in ("records.2", "records.3"):
+        frame = compare_records(result.path("records"), result.path(other))
+        assert set(zip(frame.request, frame.step, strict=True)) == {("T4", 0), ("T4", 1)}
+        assert not frame.differs.any()
     assert JobResult.load(tmp_path) == result
 
 
@@ -227,19 +230,26 @@ def test_environment_of_a_process(tmp_path, monkeypatch):
 def test_inductor_graphs_of_two_processes(tmp_path):
     """Another decode leaves prefill's source and machine code as they were; another prefill does not."""
     options = dict(backend="inductor", record="tensors", lengths=[9], cache="shared")
+    compiled, checked = (
+        "opaque_compiled__opaque_compiled",
+        Pins(first_traced=6, first_run_check=True),
+    )
     results = run_jobs(
         [
             job("baseline", **options),
             job("rebuild", arm="rebuild", **options | {"cache": "fresh"}),
             job("decode", arm="in_graph__opaque_reference", **options),
-            job("both", arm="opaque_compiled__opaque_compiled", **options),
+            job("both", arm=compiled, **options),
+            job("checked", arm=compiled, **options | {"pins": checked}),
         ],
         tmp_path,
     )
-    assert [result.error for result in results.values()] == [""] * 4
-    baseline, rebuild, decode, both = results.values()
+    assert [result.error for result in results.values()] == [""] * 5
+    baseline, rebuild, decode, both, twice = results.values()
     assert set(baseline.graphs) == {"prefill", "decode"}
     assert set(both.graphs) == {"prefill", "prefill.body", "decode", "decode.body"}
+    if hasattr(torch._functorch.config, "check_custom_op_aliasing"):
+        assert set(twice.graphs) == {*both.graphs, "prefill.body.2", "decode.body.2"}
     same = {"source": True, "config": None, "binary": True}
     assert identical(baseline, rebuild) == identical(baseline, rebuild, "decode") == same
     assert identical(baseline, decode) == same

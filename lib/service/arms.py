@@ -125,6 +125,9 @@ class Pins(BaseModel):
     caches_off: nothing is read from Inductor's caches.
     first_traced: T of the first prefill call, for which Inductor tunes the whole model's graph.
     body_first_traced: the same for the opaque operator's compiled fallback; None: what it meets first.
+    first_run_check: PyTorch's check of operators in the first run of every graph. It runs them in a
+        dispatch mode, and what an operator compiles there is of no use afterwards: its fallback is made
+        again, tuned for whatever T comes next. Newer PyTorch does it unless told not to.
     inductor: further options of ``torch._inductor.config``, by name.
     """
 
@@ -137,6 +140,7 @@ class Pins(BaseModel):
     caches_off: bool = False
     first_traced: int = Field(default=65, ge=2)
     body_first_traced: int | None = Field(default=None, ge=2)
+    first_run_check: bool = False
     inductor: dict[str, bool | int | float | str | None] = {}
 
     @property
@@ -171,6 +175,7 @@ class Pins(BaseModel):
     @contextmanager
     def apply(self) -> Iterator[None]:
         """Everything compiled and run inside has these pins, as far as they are available."""
+        from torch._functorch import config as functorch
         from torch._inductor import config
 
         lacking = not _known(config, "deterministic")
@@ -185,6 +190,8 @@ class Pins(BaseModel):
             stack.enter_context(
                 config.patch({name: v for name, v in options.items() if _known(config, name)})
             )
+            if _known(functorch, check := "check_custom_op_aliasing"):
+                stack.enter_context(functorch.patch({check: self.first_run_check}))
             if self.deterministic and lacking:
                 stack.enter_context(first_configurations())
             stack.enter_context(pin_attention(self.sdpa))
@@ -306,13 +313,12 @@ def build(
     declared = arm.prefill in ("opaque_reference", "opaque_fused")
     # Bodies with the framework's bits ignore numerics: with decode's, one operator can serve both.
     prefill_numerics = (prefill_numerics or model.numerics) if declared else decode_numerics
-    wanted = {
-        "prefill": _configuration(arm.prefill, shape, prefill_numerics, body_first_traced),
-        "decode": _configuration(arm.decode, shape, decode_numerics, body_first_traced),
-    }
-    if arm.decode == "fused" and arm.prefill in ("opaque_eager", "opaque_compiled"):
+    at_prefill = _configuration(arm.prefill, shape, prefill_numerics, body_first_traced)
+    at_decode = _configuration(arm.decode, shape, decode_numerics, body_first_traced)
+    if at_prefill is not None and not declared and arm.decode == "fused":
         # The article's candidate: one operator, which chooses at run time.
-        wanted["decode"] = wanted["prefill"] = replace(wanted["prefill"], force_fallback=False)
+        at_decode = at_prefill = replace(at_prefill, force_fallback=False)
+    wanted = {"prefill": at_prefill, "decode": at_decode}
     operators = {c: OpaquePrologue(c, device) for c in wanted.values() if c is not None}
     steps: dict[str, Traced] = {}
     models: dict[str, CompactModel] = {}

@@ -20,8 +20,9 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -111,8 +112,11 @@ class Job(_Compiled):
     passes: each serves all requests once, timed: ``free``, or ``forced`` to the tokens in ``forced``, or
         where that is empty to those of the first free pass.
     record: one more pass, with no captured graphs, in which the attention op's arguments are kept, as
-        ``tensors`` or ``hashes``; record_inputs: those of opaque prologues too; logits: the logits too. It
-        is forced to the same tokens if there are any. record_ids, record_tokens: limits of this pass.
+        ``tensors`` or ``hashes``; record_inputs: those of opaque prologues too. logits: keep the logits of
+        one more pass; replayed decode has one of its own, and those of the recording are kept beside
+        them. Both are forced to the same tokens if there are any. record_ids, record_tokens: their limits.
+    recordings: further passes of the same, each ``again`` or ``recompiled``, in this process, with an
+        empty Dynamo, which shows what a second compilation changes.
     cuda_graph: replay decode; None: where there is a device and the arm can be captured.
     max_tokens, block_size, in_flight, stop_token: see ``engine.Settings``.
     prefill_times: prompt lengths to time prefill at, prefill_samples each. decode_samples: of the decode
@@ -147,6 +151,7 @@ class Job(_Compiled):
     logits: bool = False
     record_ids: list[str] | None = None
     record_tokens: int | None = Field(default=None, ge=1)
+    recordings: list[Literal["again", "recompiled"]] = []
 
     cuda_graph: bool | None = None
     max_tokens: int = Field(default=2048, ge=1)
@@ -199,10 +204,11 @@ class JobResult(BaseModel):
     passes: the replies of each. markers: runs of the opaque operator on the device and on the host, by
         body (``decode``: the fused kernel), over the passes and the recording; expected: what the device
         must have counted, from ``calls``, the forward calls of that time. layers: of the model.
-    warm_up: seconds, see ``Engine.warm_up``. graphs: what Inductor made, by name. seconds: of the parts.
+    warm_up: seconds, see ``Engine.warm_up``. graphs: what Inductor made, by name, with ``@2`` and so on
+        for what a further recording compiled. seconds: of the parts.
     decode_times: by name, the job's own first; prefill_times: by prompt length.
-    unavailable: pins that this torch lacks. files: kind (``records``, ``logits``, ``code/<graph>``) ->
-        name in ``folder``.
+    unavailable: pins that this torch lacks. files: kind -> name in ``folder``; ``records``, ``logits``,
+        ``logits.recorded``, ``code/<graph>``, and ``records.2``, ``logits.2``, ... of further recordings.
     """
 
     job: Job
@@ -285,9 +291,9 @@ def run_job(job: Job, folder: Path) -> JobResult:
     with work.part("start"):
         work.start()
     with job.pins.apply():
-        for part in (work.warm_up, work.serve, work.record, work.read_graphs, work.time):
-            with work.part(part.__name__):
-                part()
+        for part in ("warm_up", "serve", "record", "read_graphs", "time", "record_again"):
+            with work.part(part):
+                getattr(work, part)()
     result.error = ""
     result.save()
     return result
@@ -315,15 +321,17 @@ class _Work:
         self.model, self.tokenizer = _load_model(job, self.device)
         self.result.layers = self.model.config.layers
         self.requests = _requests(job, self.model.config.vocab_size)
+        self.built = self.make()
+
+    def make(self) -> Built:
+        job = self.job
         options: dict[str, Any] = {}
         if job.fault is not None:
             from fusion_evidence.lib.attribution.faults import fault
 
             planted = fault(job.fault)
             options = {"wrap_prologue": planted.prologue, "wrap_forward": planted.forward}
-        self.built = job.build(
-            self.model, job.pins, padded=job.padded, backend=job.backend, **options
-        )
+        return job.build(self.model, job.pins, padded=job.padded, backend=job.backend, **options)
 
     def engine(self, built: Built, cuda_graph: bool) -> Engine:
         from fusion_evidence.lib.service.engine import Engine, Settings
@@ -347,15 +355,15 @@ class _Work:
         self.built.reset_markers()
         self.calls: Counter[str] = Counter()
 
-    def counted(self, engine: Engine, serve: Callable[[], list[Reply]]) -> list[Reply]:
-        """Serve, and add what was called and what the operator's markers say to the result."""
+    def counted(self, engine: Engine, work: Callable[[], Any]) -> Any:
+        """Do it, and add what was called and what the operator's markers say to the result."""
         before = Counter(engine.calls)
-        replies = serve()
+        done = work()
         self.calls += engine.calls - before
         self.result.calls = dict(self.calls)
         self.result.markers = self.built.read_markers()
         self.result.expected = _expected(self.built.arm, self.calls, self.result.layers)
-        return replies
+        return done
 
     @property
     def forced(self) -> Mapping[str, Sequence[int]] | None:
@@ -372,57 +380,77 @@ class _Work:
                 missing := [r.id for r in self.requests if r.id not in forced]
             ):
                 raise ValueError(f"forced: no tokens for {', '.join(missing)}")
-            replies = self.counted(
-                self.server, lambda forced=forced: self.server.serve(self.requests, forced=forced)
-            )
+            serve = partial(self.server.serve, self.requests, forced=forced)
+            replies = self.counted(self.server, serve)
             self.result.passes.append(Pass(kind=kind, replies=replies))
             self.result.save()
 
     def record(self) -> None:
+        engine, job = self.server, self.job
+        records = None if job.record == "none" else "records"
+        logits = "logits" if job.logits else None
+        if engine.settings.cuda_graph and records:
+            # Replays run no Python: they give logits, and arguments of nothing.
+            self.counted(engine, partial(self.observe, engine, None, logits))
+            engine = self.engine(self.built, cuda_graph=False)
+            logits = logits and "logits.recorded"
+        self.counted(engine, partial(self.observe, engine, records, logits))
+
+    def observe(self, engine: Engine, records: str | None, logits: str | None) -> None:
+        """One pass of which ``records`` and ``logits`` are kept under these names, None: not."""
         from fusion_evidence.lib.attribution.records import LogitTape, Tape
 
         job = self.job
-        if job.record == "none" and not job.logits:
-            return
         requests = [r for r in self.requests if job.record_ids is None or r.id in job.record_ids]
         forced = self.forced
         if (limit := job.record_tokens) is not None:
             requests = [replace(r, max_new_tokens=min(limit, r.max_new_tokens)) for r in requests]
             forced = forced and {name: tokens[:limit] for name, tokens in forced.items()}
-        engine = self.server
-        if (
-            engine.settings.cuda_graph
-        ):  # its replays run no Python, so nothing could be seen in them
-            engine = self.engine(self.built, cuda_graph=False)
-        logits = LogitTape()
-        options: dict[str, Any] = {"on_logits": logits.at} if job.logits else {}
-        tape = None
-        if job.record != "none":
-            shape = self.model.config.shape
-            tape = Tape(shape, hashes=job.record == "hashes", inputs=job.record_inputs)
-            options["on_step"] = tape.at
-        with nullcontext() if tape is None else tape:
-            replies = self.counted(engine, lambda: engine.serve(requests, forced=forced, **options))
+        options: dict[str, Any] = {}
+        with ExitStack() as stack:
+            if records:
+                hashes = job.record == "hashes"
+                tape = Tape(self.model.config.shape, hashes=hashes, inputs=job.record_inputs)
+                options["on_step"] = stack.enter_context(tape).at
+            if logits:
+                logit_tape = LogitTape()
+                options["on_logits"] = logit_tape.at
+            replies = engine.serve(requests, forced=forced, **options) if options else []
         failed = [f"{r.id}: {r.error}" for r in replies if r.finish_reason == "error"]
         if failed:
-            raise RuntimeError(f"recording failed of {'; '.join(failed)}")
-        if tape is not None:
-            self.keep("records", "records.safetensors", tape.save)
-        if job.logits:
-            self.keep("logits", "logits.safetensors", logits.save)
+            raise RuntimeError(f"nothing to record of {'; '.join(failed)}")
+        if records:
+            self.keep(records, f"{records}.safetensors", tape.save)
+        if logits:
+            self.keep(logits, f"{logits}.safetensors", logit_tape.save)
+
+    def record_again(self) -> None:
+        import torch
+
+        for number, how in enumerate(self.job.recordings, start=2):
+            built = self.built
+            if how == "recompiled":
+                torch._dynamo.reset()
+                built = self.make()
+            engine = self.engine(built, cuda_graph=False)
+            if how == "recompiled":
+                engine.warm_up(self.job.pins.first_traced)
+                self.read_graphs(built, f"@{number}")
+            self.observe(
+                engine,
+                None if self.job.record == "none" else f"records.{number}",
+                f"logits.{number}" if self.job.logits else None,
+            )
+            self.result.save()
 
     def keep(self, kind: str, name: str, save: Callable[[Path], None]) -> None:
         save(self.folder / name)
         self.result.files[kind] = name
 
-    def read_graphs(self) -> None:
-        for name, (report, code) in self.built.graphs().items():
-            self.result.graphs[name] = report
-            self.keep(
-                f"code/{name}",
-                f"code_{name}.py",
-                lambda path, code=code: path.write_text(code, encoding="utf-8"),
-            )
+    def read_graphs(self, built: Built | None = None, suffix: str = "") -> None:
+        for name, (report, code) in (built or self.built).graphs().items():
+            self.result.graphs[name + suffix] = report
+            self.keep(f"code/{name}{suffix}", f"code_{name}{suffix}.py", partial(_write, code))
 
     def time(self) -> None:
         import torch
@@ -467,6 +495,10 @@ class _Part:
         if error is not None:
             self.result.error = f"{self.name}: {type(error).__name__}: {error}"
             self.result.save()
+
+
+def _write(text: str, path: Path) -> None:
+    path.write_text(text, encoding="utf-8")
 
 
 def _pinned(pins: Pins) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -569,7 +601,8 @@ def run_jobs(
     names = [job.name for job in jobs]
     if len(set(names)) < len(names) or parallel < 1:
         raise ValueError(f"expected distinct names and parallel >= 1, got {names}, {parallel}")
-    waiting, running, results = list(jobs), [], {}
+    waiting, results = list(jobs), dict[str, JobResult]()
+    running: list[_Running] = []
     free = list(range(parallel))
     try:
         while waiting or running:
