@@ -156,3 +156,20 @@ def test_further_batches_tell_the_last_candidates_apart():
     assert more[0].elements > first[0].elements
     with pytest.raises(ValueError, match="at least one batch"):
         fit(lambda batch: observed(batch, numerics), [], COMPACT)
+
+
+def test_candidates_are_rejected_by_as_many_mismatches_as_asked_for():
+    numerics = Numerics("fp32_through", STRIDED, "none")
+    trees = [STRIDED, NEIGHBOURS]
+
+    def rejected(reject):
+        batches = (prologue_inputs(COMPACT, 1500, seed=200 + seed) for seed in range(12))
+        fits = fit(lambda one: observed(one, numerics), batches, COMPACT, trees, reject=reject)
+        assert fits[0].numerics == numerics and fits[0].mismatches == 0
+        return {str(one.numerics): one for one in fits[1:]}
+
+    few, many = rejected(1), rejected(20)
+    assert few.keys() == many.keys()
+    other = str(Numerics("fp32_through", NEIGHBOURS, "none"))
+    assert 1 <= few[other].mismatches < 20 <= many[other].mismatches
+    assert many[other].elements > few[other].elements

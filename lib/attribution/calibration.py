@@ -51,20 +51,24 @@ def fit(
     batches: Iterable[Inputs],
     shape: AttentionShape,
     reductions: Sequence[Reduction] | None = None,
+    reject: int = 1,
 ) -> list[Fit]:
     """Candidates ranked by mismatches, the best first.
 
     A wrong rounding shows in one element of ten to a thousand, a wrong tree in a few of a million. So one
     tree decides the rounding on the first batch, and every tree is then tried with every contraction of
     that rounding, for Q and for K separately: a compiler may give them different trees, and K, with few
-    heads, needs many tokens to tell its trees apart. Further batches are taken, and only candidates
-    without a mismatch tried on them, until each side has one left or there is none. The ranking has one
-    tree for both sides; a pair of trees stands at its head where it is better than any single one.
+    heads, needs many tokens to tell its trees apart. Further batches are taken, and only candidates with
+    fewer than ``reject`` mismatches tried on them, until each side has one left or there is no batch. The
+    ranking has one tree for both sides; a pair of trees stands at its head where it is better than any
+    single one.
 
     Args:
         observe: outputs ``q`` and ``k`` of the code in question.
         batches: inputs to observe it on, the first taken whole, the others as needed.
         reductions: trees to try; by default `Reduction.candidates`.
+        reject: how many mismatches it takes to reject a candidate. One is enough to know; more show that
+            it was no accident.
     """
     trees = list(reductions or Reduction.candidates(shape.head_dim))
     sides: dict[int, dict[tuple[Contraction, Reduction], Comparison]] = {0: {}, 1: {}}
@@ -78,11 +82,13 @@ def fit(
             candidates = list(found) or [(c, tree) for tree in trees for c in contractions]
             for candidate in candidates:
                 so_far = found.get(candidate, Comparison())
-                if so_far.mismatches == 0:
+                if so_far.mismatches < reject:
                     contraction, tree = candidate
                     actual = head.compute(shape, Numerics(rounding, tree, contraction), tree)
                     found[candidate] = so_far + compare(actual, head.observed)
-        if all(sum(one.mismatches == 0 for one in found.values()) <= 1 for found in sides.values()):
+        if all(
+            sum(one.mismatches < reject for one in found.values()) <= 1 for found in sides.values()
+        ):
             break
     if rounding is None:
         raise ValueError("fit needs at least one batch of inputs")
