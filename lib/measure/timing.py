@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -279,7 +280,7 @@ def _captured(
 
 
 def _capture(
-    calls: Calls, rounds: int, stream: torch.cuda.Stream, pool: tuple[int, int]
+    calls: Calls, rounds: int, stream: torch.cuda.Stream, pool: Any
 ) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
     # thread_local: what other threads (a notebook's) ask of the driver must not end the capture.

@@ -10,8 +10,8 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -47,28 +47,23 @@ class GraphReport:
 class Traced:
     """A compiled callable that knows the graphs it had Inductor make.
 
-    Calls are passed on as they are; only the number of modules that Inductor has loaded is looked at.
+    Calls are passed on as they are; what Inductor loads meanwhile is looked at.
     """
 
     def __init__(self, name: str, function: Callable[..., Tensor]) -> None:
         self.name = name
         self._function = function
-        self._modules: list[ModuleType] = []
+        self._modules: dict[str, tuple[ModuleType, str]] = {}
 
     def __call__(self, *arguments: Any) -> Tensor:
-        before = _loaded()
-        try:
+        with _loading(self._modules):
             return self._function(*arguments)
-        finally:
-            if _loaded() != before:
-                self._modules += [m for m in _modules()[before:] if hasattr(m, "call")]
 
     def reports(self) -> list[tuple[GraphReport, str]]:
         """Of each graph, with its normalized source; read after the calls, when kernels are tuned."""
         names: list[str] = []
         found = []
-        for module in self._modules:
-            source = Path(str(module.__file__)).read_text(encoding="utf-8")
+        for module, source in self._modules.values():
             name = self.name if _OPAQUE in source else f"{self.name}.body"
             names.append(name)
             if (number := names.count(name)) > 1:
@@ -79,17 +74,28 @@ class Traced:
         return found
 
 
-def _modules() -> Sequence[ModuleType]:
-    codecache = sys.modules.get("torch._inductor.codecache")
-    if codecache is None:  # another backend
-        return []
-    if hasattr(codecache.PyCodeCache, "modules"):
-        return codecache.PyCodeCache.modules
-    return list(codecache.PyCodeCache.cache.values())  # torch 2.4
+@contextmanager
+def _loading(found: dict[str, tuple[ModuleType, str]]) -> Iterator[None]:
+    """Add the graphs' modules that Inductor loads inside, with their source, by file.
 
+    Both are taken as they load: a compilation without caches forgets the module and deletes the file.
+    """
+    from torch._inductor.codecache import PyCodeCache
 
-def _loaded() -> int:
-    return len(_modules())
+    name = "load_by_key_path"
+    descriptor, original = PyCodeCache.__dict__[name], getattr(PyCodeCache, name)
+
+    def load(_: type, key: str, path: str, *rest: Any, **options: Any) -> ModuleType:
+        module = original(key, path, *rest, **options)
+        if hasattr(module, "call"):
+            found[path] = module, Path(path).read_text(encoding="utf-8")
+        return module
+
+    setattr(PyCodeCache, name, classmethod(load))
+    try:
+        yield
+    finally:
+        setattr(PyCodeCache, name, descriptor)
 
 
 def _read_kernels(
@@ -105,7 +111,7 @@ def _read_kernels(
                 binaries[name] = _triton_binary(value.launchers[0])
         elif name.startswith("cpp_") and callable(value):
             library = getattr(getattr(value, "__self__", None), "__file__", None)
-            binaries[name] = digest(Path(library)) if library else None
+            binaries[name] = digest(Path(library)) if library and Path(library).exists() else None
     return configs, binaries
 
 
