@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -237,7 +237,15 @@ class RecordFile:
         return self._file.get_tensor(key)
 
 
-def compare_records(a: Path, b: Path) -> pd.DataFrame:
+Within = Mapping[str, int]
+"""Request -> how many of its first steps to compare; the prefill is one. Others are left out."""
+
+
+def _inside(within: Within | None, request: str, step: int) -> bool:
+    return within is None or step < within.get(request, 0)
+
+
+def compare_records(a: Path, b: Path, within: Within | None = None) -> pd.DataFrame:
     """Two runs, tensor by tensor: one row for each of q, k and v of each record.
 
     Columns: request, step, layer, tensor, elements; differs; mismatches, max_ulp and first_index as in
@@ -248,15 +256,21 @@ def compare_records(a: Path, b: Path) -> pd.DataFrame:
     some tokens nearly vanish). Of hashes only ``differs`` is known, the rest is missing.
 
     Raises:
-        ValueError: the files hold other records, another shape, or one of them hashes.
+        ValueError: the files hold other records (``within``, if given), none at all, another shape, or
+            one of them hashes.
     """
     one, other = RecordFile(a), RecordFile(b)
     if one.shape != other.shape:
         raise ValueError(f"{a} is of shape {one.shape}, {b} of {other.shape}")
     if bool(one.digests) != bool(other.digests):
         raise ValueError(f"one of {a} and {b} holds hashes and the other tensors")
-    places, others = one.places(*TENSORS), set(other.places(*TENSORS))
-    if apart := others.symmetric_difference(places):
+    places, others = (
+        [place for place in file.places(*TENSORS) if _inside(within, place.request, place.step)]
+        for file in (one, other)
+    )
+    if not places:
+        raise ValueError(f"{a} holds no records" + (f" of {dict(within)}" if within else ""))
+    if apart := set(others).symmetric_difference(places):
         names = ", ".join(sorted(place.key for place in apart)[:5])
         raise ValueError(f"{a} and {b} differ in {len(apart)} records: one alone has {names}")
     rows = []
@@ -399,7 +413,7 @@ def heat(frame: pd.DataFrame) -> pd.DataFrame:
     return (cells["value"] / cells["n"]).unstack("layer")
 
 
-def compare_logits(a: Path, b: Path) -> pd.DataFrame:
+def compare_logits(a: Path, b: Path, within: Within | None = None) -> pd.DataFrame:
     """Two runs' logits: one row per request and step.
 
     Columns: request, step, elements, mismatches; kl, KL(a || b) in nats; top1_a, top1_b, the most likely
@@ -407,19 +421,29 @@ def compare_logits(a: Path, b: Path) -> pd.DataFrame:
     change of these two; noise, the root mean square change of all logits about their mean change, which
     moves no probability; noise_share, that as a share of the logits' own standard deviation.
 
-    ValueError: the files hold logits of other requests or steps.
+    ValueError: the files hold logits of other requests or steps (``within``, if given).
     """
     one, other = safe_open(a, framework="pt"), safe_open(b, framework="pt")
-    if apart := set(one.keys()).symmetric_difference(other.keys()):
+    places, others = (
+        {key for key in file.keys() if _inside(within, *_call(key))}  # noqa: SIM118 - a file
+        for file in (one, other)
+    )
+    if apart := places ^ others:
         names = ", ".join(sorted(apart)[:5])
         raise ValueError(f"{a} and {b} differ in {len(apart)} places: one alone has {names}")
     rows = []
-    for key in one.keys():  # noqa: SIM118 - a file, not a dict
-        request, step = key.rsplit("/", 1)
+    for key in places:
+        request, step = _call(key)
         row = _logit_difference(one.get_tensor(key), other.get_tensor(key))
-        rows.append({"request": request, "step": int(step)} | row)
+        rows.append({"request": request, "step": step} | row)
     frame = pd.DataFrame(rows, columns=["request", "step", *_LOGIT_COLUMNS])
     return frame.sort_values(["request", "step"], ignore_index=True)
+
+
+def _call(key: str) -> tuple[str, int]:
+    """Request and step of a key of `LogitTape.save`."""
+    request, step = key.rsplit("/", 1)
+    return request, int(step)
 
 
 _LOGIT_COLUMNS = [
