@@ -1,8 +1,9 @@
 """The numerics fingerprint: which declared numerics reproduce what one side of a comparison computed.
 
 The inputs come from a run whose prologue is opaque, the outputs from any run of the same tokens. V is a
-bare copy of part of the projection: in a layer whose V is equal in both, bit for bit, both were given the
-same projection, and what the other run made of it can be computed again under every candidate.
+bare copy of part of the projection: in a layer whose V is equal in both all through a request, bit for bit,
+both were given the same projection, and what the other run made of it can be computed again under every
+candidate.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from fusion_evidence.lib.measure.inputs import Inputs
 from fusion_evidence.lib.service.model import rotary_table
 
 Graph = Literal["prefill", "decode"]
+Rows = tuple[Inputs, Mapping[str, Tensor]]
+"""Tokens that went into a prologue, and the ``q`` and ``k`` that came out."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ class Fingerprint:
         is one. table: dtype of the rotary table it was computed with.
     mismatches, elements: of Q and K under ``closest``. distinct: elements of different projections; in
         the first layer nothing knows the position yet, so that equal tokens have equal ones there.
-    layers: those whose inputs were the same.
+    layers: those whose inputs were the same, in one request at least.
     alike: other candidates without a mismatch, which these elements cannot tell from it.
     rejected: the candidates with one: other trees and contractions, the nearest first, counted as far as
         it took to reject them; then the other rounding policies, counted over all elements.
@@ -86,6 +89,7 @@ def fingerprint(
     reductions: Sequence[Reduction] | None = None,
     batch: int = 1024,
     device: str | None = None,
+    reject: int = 1,
 ) -> Fingerprint:
     """Fit the numerics of ``observed`` to the inputs that another run of the same tokens recorded.
 
@@ -97,9 +101,47 @@ def fingerprint(
         batch: tokens on which all candidates are tried; the rest only on those that are left.
         device: where to compute; by default where the records were made. Another kind of device has
             another ``rsqrt``, and may reproduce nothing.
+        reject: how many mismatches it takes to reject a tree, see `calibration.fit`.
 
     Raises:
         ValueError: not such files, or no layer has the same V in both.
+    """
+    shape = RecordFile(inputs).shape
+    captured = capture(inputs, observed, graph, device)
+    layers, rows = tuple(captured), list(captured.values())
+    tables = _tables(rows[0][0], shape)
+    fits = {
+        name: _fit(rows, shape, cos_sin, reductions, batch, reject)
+        for name, cos_sin in tables.items()
+    }
+    name = min(fits, key=lambda one: fits[one][0].mismatches / fits[one][0].elements)
+    closest = fits[name][0].numerics
+    ways = [closest, *_other_roundings(closest)]
+    found = dict.fromkeys(ways, Comparison())
+    for one, outputs in _batches(rows, tables[name], batch):
+        for way in ways:
+            q, k, *_ = reference.qkv_prologue(*one.args(), shape, way)
+            found[way] = found[way] + compare(q, outputs["q"]) + compare(k, outputs["k"])
+    others = [*fits[name][1:], *(Fit(w, found[w].mismatches, found[w].elements) for w in ways[1:])]
+    return Fingerprint(
+        graph=graph,
+        closest=closest,
+        table=name,
+        mismatches=found[closest].mismatches,
+        elements=found[closest].elements,
+        distinct=sum(map(_distinct_tokens, rows)) * (shape.q_size + shape.kv_size),
+        layers=layers,
+        alike=tuple(one.numerics for one in others if one.mismatches == 0),
+        rejected=tuple(one for one in others if one.mismatches),
+    )
+
+
+def capture(
+    inputs: Path, observed: Path, graph: Graph, device: str | None = None
+) -> dict[int, Rows]:
+    """By layer, the tokens whose projection is the same in both runs, and what ``observed`` made of them.
+
+    All tokens of a request count, or none. Arguments and errors as of `fingerprint`.
     """
     if graph not in get_args(Graph):
         raise ValueError(f"graph: expected one of {get_args(Graph)}, got {graph!r}")
@@ -111,42 +153,20 @@ def fingerprint(
     places = [place for place in given.places("qkv") if (place.step == 0) == (graph == "prefill")]
     if not places:
         raise ValueError(f"{inputs} holds no inputs of {graph}: was its prologue opaque there?")
-    layers: dict[int, list[Place]] = {}
+    groups: dict[tuple[int, str], list[Place]] = {}
     for place in places:
-        layers.setdefault(place.layer, []).append(place)
-    same = {layer: group for layer, group in layers.items() if _same_projection(given, seen, group)}
+        groups.setdefault((place.layer, place.request), []).append(place)
+    same: dict[int, list[Place]] = {}
+    for (layer, _), group in sorted(groups.items()):
+        if _same_projection(given, seen, group):
+            same.setdefault(layer, []).extend(group)
     if not same:
         raise ValueError(
             f"in no layer is V of {graph} the same in {inputs} and {observed}: nothing says that the two "
             "prologues were given the same projection"
         )
     device = device or given.device
-    rows = [_gather(given, seen, layer, group, device) for layer, group in same.items()]
-    tables = _tables(rows[0][0], given.shape)
-    fits = {
-        name: _fit(rows, given.shape, cos_sin, reductions, batch)
-        for name, cos_sin in tables.items()
-    }
-    name = min(fits, key=lambda one: fits[one][0].mismatches / fits[one][0].elements)
-    closest = fits[name][0].numerics
-    ways = [closest, *_other_roundings(closest)]
-    found = dict.fromkeys(ways, Comparison())
-    for one, outputs in _batches(rows, tables[name], batch):
-        for way in ways:
-            q, k, *_ = reference.qkv_prologue(*one.args(), given.shape, way)
-            found[way] = found[way] + compare(q, outputs["q"]) + compare(k, outputs["k"])
-    others = [*fits[name][1:], *(Fit(w, found[w].mismatches, found[w].elements) for w in ways[1:])]
-    return Fingerprint(
-        graph=graph,
-        closest=closest,
-        table=name,
-        mismatches=found[closest].mismatches,
-        elements=found[closest].elements,
-        distinct=sum(map(_distinct_tokens, rows)) * (given.shape.q_size + given.shape.kv_size),
-        layers=tuple(same),
-        alike=tuple(one.numerics for one in others if one.mismatches == 0),
-        rejected=tuple(one for one in others if one.mismatches),
-    )
+    return {layer: _gather(given, seen, layer, group, device) for layer, group in same.items()}
 
 
 def _other_roundings(numerics: Numerics) -> list[Numerics]:
@@ -156,10 +176,6 @@ def _other_roundings(numerics: Numerics) -> list[Numerics]:
         for rounding in get_args(Rounding)
         if rounding != numerics.rounding
     ]
-
-
-Rows = tuple[Inputs, Mapping[str, Tensor]]
-"""Tokens that went into a prologue, and the ``q`` and ``k`` that came out."""
 
 
 def _distinct_tokens(rows: Rows) -> int:
@@ -237,6 +253,7 @@ def _fit(
     cos_sin: Tensor,
     reductions: Sequence[Reduction] | None,
     batch: int,
+    reject: int,
 ) -> list[Fit]:
     outputs: Mapping[str, Tensor] = {}
 
@@ -245,4 +262,4 @@ def _fit(
         for inputs, outputs in _batches(rows, cos_sin, batch):  # noqa: B007 - read by `observe`
             yield inputs
 
-    return fit(lambda _: outputs, batches(), shape, reductions)
+    return fit(lambda _: outputs, batches(), shape, reductions, reject)
