@@ -226,13 +226,26 @@ def test_environment_of_a_process(tmp_path, monkeypatch):
     assert plain.get("TORCHINDUCTOR_CACHE_DIR") == os.environ.get("TORCHINDUCTOR_CACHE_DIR")
 
 
+def test_a_new_cache_is_as_long_as_the_shared_one(tmp_path, monkeypatch):
+    shared = tmp_path / "torchinductor_someone"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(shared))
+    one, other = j._new_cache(), j._new_cache()
+    assert len({one, other, shared}) == 3
+    assert len(str(one)) == len(str(other)) == len(str(shared))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    monkeypatch.setattr(j.tempfile, "gettempdir", lambda: str(tmp_path))
+    assert j._new_cache().parent == tmp_path
+
+
 @pytest.mark.slow
-def test_inductor_graphs_of_two_processes(tmp_path):
+def test_inductor_graphs_of_two_processes(tmp_path, monkeypatch):
     """Another decode leaves prefill's source and machine code as they were; another prefill does not."""
+    cache = tmp_path / "caches" / "torchinductor_shared"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
     options = dict(backend="inductor", record="tensors", lengths=[9], cache="shared")
     compiled, checked = (
         "opaque_compiled__opaque_compiled",
-        Pins(first_traced=6, first_run_check=True),
+        PINS.model_copy(update={"first_run_check": True, "caches_off": True}),
     )
     results = run_jobs(
         [
@@ -242,13 +255,15 @@ def test_inductor_graphs_of_two_processes(tmp_path):
             job("both", arm=compiled, **options),
             job("checked", arm=compiled, **options | {"pins": checked}),
         ],
-        tmp_path,
+        tmp_path / "jobs",
     )
     assert [result.error for result in results.values()] == [""] * 5
     baseline, rebuild, decode, both, twice = results.values()
     assert set(baseline.graphs) == {"prefill", "decode"}
     assert set(both.graphs) == {"prefill", "prefill.body", "decode", "decode.body"}
-    if hasattr(torch._functorch.config, "check_custom_op_aliasing"):
+    from torch._functorch import config
+
+    if hasattr(config, "check_custom_op_aliasing"):
         assert set(twice.graphs) == {*both.graphs, "prefill.body.2", "decode.body.2"}
     same = {"source": True, "config": None, "binary": True}
     assert identical(baseline, rebuild) == identical(baseline, rebuild, "decode") == same
@@ -257,5 +272,5 @@ def test_inductor_graphs_of_two_processes(tmp_path):
     assert not identical(baseline, both)["source"]
     assert not compare_records(baseline.path("records"), rebuild.path("records")).differs.any()
     assert "qkv_prologue" in decode.path("code/decode").read_text()
-    assert not (tmp_path / "rebuild" / "cache").exists()
+    assert set(cache.parent.iterdir()) == {cache}  # the fresh one is gone
     assert asdict(baseline.graphs["prefill"])["binaries"]

@@ -127,7 +127,8 @@ class Pins(BaseModel):
     body_first_traced: the same for the opaque operator's compiled fallback; None: what it meets first.
     first_run_check: PyTorch's check of operators in the first run of every graph. It runs them in a
         dispatch mode, and what an operator compiles there is of no use afterwards: its fallback is made
-        again, tuned for whatever T comes next. Newer PyTorch does it unless told not to.
+        again, tuned for whatever T comes next. Newer PyTorch does it unless told not to. A graph from a
+        cache that was made without the check runs without it.
     inductor: further options of ``torch._inductor.config``, by name.
     """
 

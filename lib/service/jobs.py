@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import getpass
 import json
 import os
+import re
+import secrets
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections import Counter
@@ -87,9 +91,10 @@ class _Compiled(BaseModel):
 
 
 class Beside(_Compiled):
-    """Another arm in the process of a job, only to time its decode step in turn with the job's own.
+    """Another arm in the process of a job, to time its decode step in turn with the job's own.
 
-    Its prefill is the job's own, as nothing of it is timed. pins: None: the job's.
+    Its prefill is the job's own, as nothing of it is timed. With `Job.logits` it first serves the job's
+    pass that keeps them too: its times and its bits are of one run. pins: None: the job's.
     """
 
     pins: Pins | None = None
@@ -104,6 +109,9 @@ class Job(_Compiled):
     model: ``compact`` (the trained checkpoint), ``compact-random``, ``article`` (random, 24/4 heads of 256
         and hidden 5120), or the folder of a checkpoint. layers, vocab: of a random model. seed: of its
         weights and of synthetic prompts. device: None: the machine's.
+    calibration: a file of ``lib.attribution.calibrated``, with its sample beside it: gives the numerics
+        of the bodies that have declared ones, once it was checked in this process, and is refused where
+        it does not hold.
     pins, backend: of the compilation. fault: one of ``lib.attribution.faults``, planted in both graphs.
         padded: opaque operators get padded rows.
     requests: a file as in ``prompts.load_requests``; None: the project's. request_ids: only these, in the
@@ -134,6 +142,7 @@ class Job(_Compiled):
     seed: int = 0
     device: Literal["cpu", "cuda"] | None = None
 
+    calibration: str | None = None
     pins: Pins = Pins()
     backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
     fault: str | None = None
@@ -207,8 +216,11 @@ class JobResult(BaseModel):
     warm_up: seconds, see ``Engine.warm_up``. graphs: what Inductor made, by name, with ``@2`` and so on
         for what a further recording compiled. seconds: of the parts.
     decode_times: by name, the job's own first; prefill_times: by prompt length.
+    revalidated: by graph, elements of a calibration's sample that were found equal, and the seconds it
+        took.
     unavailable: pins that this torch lacks. files: kind -> name in ``folder``; ``records``, ``logits``,
-        ``logits.recorded``, ``code/<graph>``, and ``records.2``, ``logits.2``, ... of further recordings.
+        ``logits.recorded``, ``code/<graph>``, ``records.2``, ``logits.2``, ... of further recordings,
+        and ``logits.<name>`` of arms beside.
     """
 
     job: Job
@@ -227,6 +239,7 @@ class JobResult(BaseModel):
     prefill_times: dict[int, Timing] = {}
     machine: str = ""
     versions: dict[str, str] = {}
+    revalidated: dict[str, tuple[int, float]] = {}
     unavailable: list[str] = []
     peak_bytes: int | None = None
     files: dict[str, str] = {}
@@ -321,7 +334,23 @@ class _Work:
         self.model, self.tokenizer = _load_model(job, self.device)
         self.result.layers = self.model.config.layers
         self.requests = _requests(job, self.model.config.vocab_size)
+        if job.calibration is not None:
+            self.calibrate(Path(job.calibration))
         self.built = self.make()
+
+    def calibrate(self, path: Path) -> None:
+        """Take the numerics of a calibration that holds here. StaleCalibration: it does not."""
+        from fusion_evidence.lib.attribution.integration import start_up
+
+        job, arm = self.job, Arm.parse(self.job.arm)
+        declared = ("fused", "opaque_fused", "opaque_reference")
+        graphs = [graph for graph in ("decode", "prefill") if getattr(arm, graph) in declared]
+        file, found = start_up(path, self.model.config.shape, job.pins, graphs, device=self.device)
+        numerics = {f"{graph}_numerics": str(file.graphs[graph].numerics) for graph in found}
+        self.job = self.result.job = job.model_copy(update=numerics)
+        self.result.revalidated = {
+            graph: (one.elements, one.seconds) for graph, one in found.items()
+        }
 
     def make(self) -> Built:
         job = self.job
@@ -347,13 +376,16 @@ class _Work:
         return Engine(built.model, built.prefill, built.decode, settings, self.tokenizer)
 
     def warm_up(self) -> None:
-        graphs = self.job.cuda_graph
-        if graphs is None:
-            graphs = self.device == "cuda" and self.built.arm.decode != "opaque_reference"
-        self.server = self.engine(self.built, graphs)
+        self.server = self.engine(self.built, self.replays(self.built))
         self.result.warm_up = self.server.warm_up(self.job.pins.first_traced)
         self.built.reset_markers()
         self.calls: Counter[str] = Counter()
+
+    def replays(self, built: Built) -> bool:
+        """Whether decode is a captured graph."""
+        if self.job.cuda_graph is not None:
+            return self.job.cuda_graph
+        return self.device == "cuda" and built.arm.decode != "opaque_reference"
 
     def counted(self, engine: Engine, work: Callable[[], Any]) -> Any:
         """Do it, and add what was called and what the operator's markers say to the result."""
@@ -469,8 +501,10 @@ class _Work:
                     self.model, pins, backend=job.backend, wrap_forward=_pinned(pins)
                 )
                 built.prefill = self.built.prefill
-                engines[other.name] = self.engine(built, cuda_graph=False)
-                engines[other.name].warm_up(None)
+                engines[other.name] = engine = self.engine(built, self.replays(built))
+                engine.warm_up(None)
+                if job.logits:
+                    self.observe(engine, None, f"logits.{other.name}")
             self.result.decode_times = time_decode(
                 engines, self.requests[0], steps=job.decode_steps, samples=job.decode_samples
             )
@@ -634,7 +668,7 @@ class _Running:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "result.json").unlink(missing_ok=True)
         (folder / "job.json").write_text(job.model_dump_json(indent=1), encoding="utf-8")
-        self.cache = folder / "cache" if _fresh_cache(job) else None
+        self.cache = _new_cache() if _fresh_cache(job) else None
         environment = _environment(job, self.cache, parallel, device)
         self.began = time.monotonic()
         self.limit = ""
@@ -700,6 +734,26 @@ def _fresh_cache(job: Job) -> bool:
     return (job.device or detect().device) != "cpu" or job.arm == "rebuild"
 
 
+def _new_cache() -> Path:
+    """An empty folder for compiler caches, its path as long as that of the shared one.
+
+    C++ kernels hold the names of their files, and their machine code holds offsets into those: with paths
+    of one length, the same source gives the same code. Its name says whose it is, as the shared one's.
+    """
+    user = re.sub(r"\W", "_", getpass.getuser())
+    default = Path(tempfile.gettempdir()) / f"torchinductor_{user}"
+    shared = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default).absolute()
+    shared.parent.mkdir(parents=True, exist_ok=True)
+    size = max(5, len(shared.name) - len("torchinductor"))
+    while True:
+        folder = shared.with_name(f"torchinductor{secrets.token_hex(size)[:size]}")
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            continue
+        return folder
+
+
 def _environment(job: Job, cache: Path | None, parallel: int, device: int | None) -> dict[str, str]:
     """Of a job's process: caches, compile threads, device, and what its pins need."""
     from fusion_evidence.lib.measure.machine import detect
@@ -709,9 +763,8 @@ def _environment(job: Job, cache: Path | None, parallel: int, device: int | None
     threads = max(1, detect().cpu_cores // parallel)
     environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))
     if cache is not None:
-        shutil.rmtree(cache, ignore_errors=True)
-        environment["TORCHINDUCTOR_CACHE_DIR"] = str((cache / "inductor").resolve())
-        environment["TRITON_CACHE_DIR"] = str((cache / "triton").resolve())
+        environment["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
+        environment["TRITON_CACHE_DIR"] = str(cache / "triton")
     if device is not None:
         hip = detect().profile == "dcu"
         environment["HIP_VISIBLE_DEVICES" if hip else "CUDA_VISIBLE_DEVICES"] = str(device)
