@@ -340,11 +340,11 @@ class _Work:
 
     def calibrate(self, path: Path) -> None:
         """Take the numerics of a calibration that holds here. StaleCalibration: it does not."""
-        from fusion_evidence.lib.attribution.integration import start_up
+        from fusion_evidence.lib.attribution.integration import GRAPHS, start_up
 
         job, arm = self.job, Arm.parse(self.job.arm)
         declared = ("fused", "opaque_fused", "opaque_reference")
-        graphs = [graph for graph in ("decode", "prefill") if getattr(arm, graph) in declared]
+        graphs = [graph for graph in GRAPHS if getattr(arm, graph) in declared]
         file, found = start_up(path, self.model.config.shape, job.pins, graphs, device=self.device)
         numerics = {f"{graph}_numerics": str(file.graphs[graph].numerics) for graph in found}
         self.job = self.result.job = job.model_copy(update=numerics)

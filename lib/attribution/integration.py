@@ -1,0 +1,563 @@
+"""Bit-exact integration: calibrate on a recorded baseline, check at start-up, integrate, count the saving.
+
+The compiled baseline says nowhere how it rounds. So it is recorded beside a run of the same tokens whose
+prologue is opaque, so that its inputs are seen; the declared numerics that make of these inputs what the
+baseline made of them are its own (`fingerprint`). They go into a file with all they were found for, and
+with a sample, so that whoever integrates can check both at start-up.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from fusion_evidence.kernels import fused, reference
+from fusion_evidence.kernels.numerics import Numerics, Reduction
+from fusion_evidence.kernels.shapes import AttentionShape
+from fusion_evidence.lib.attribution import factorial
+from fusion_evidence.lib.attribution.calibrated import (
+    CalibrationFile,
+    Candidate,
+    Graph,
+    GraphCalibration,
+    Revalidation,
+    StaleCalibration,
+)
+from fusion_evidence.lib.attribution.factorial import Recording
+from fusion_evidence.lib.attribution.fingerprint import Fingerprint, Rows, capture, fingerprint
+from fusion_evidence.lib.attribution.records import RecordFile
+from fusion_evidence.lib.measure.inputs import Inputs
+from fusion_evidence.lib.measure.machine import Machine, detect
+from fusion_evidence.lib.measure.primitive import in_batches
+from fusion_evidence.lib.measure.timing import Timing
+from fusion_evidence.lib.service.arms import Pins
+from fusion_evidence.lib.service.jobs import Beside, Job, JobResult, Tokens
+
+GRAPHS: tuple[Graph, Graph] = ("decode", "prefill")
+SAMPLE = 32
+"""Tokens of each layer that go into the start-up check."""
+ENOUGH = 20
+"""Mismatches that reject a candidate beyond doubt."""
+
+
+# --- which processes there are
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model to integrate into, and the requests it is tried on.
+
+    model: as in `Job`. served: of `Job`, which requests and how many tokens. calibrated_on: the same of
+    the requests to calibrate on; None: the served ones. A recording is fed random tokens, which vary more
+    than a model's own; a free pass gives the texts.
+
+    on_device: the fused kernel runs; else the reference stands for it, with the same bits.
+    """
+
+    model: str
+    pins: Pins
+    served: Mapping[str, Any]
+    calibrated_on: Mapping[str, Any] | None = None
+    on_device: bool = True
+    seed: int = 0
+
+    def name(self, arm: str) -> str:
+        """Of the job of an arm."""
+        return f"{self.model}.{arm}"
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens the model knows."""
+        import json
+
+        from fusion_evidence.lib.service.model import ModelConfig
+        from fusion_evidence.lib.service.prompts import COMPACT
+
+        if self.model == "article":
+            return ModelConfig.article().vocab_size
+        if self.model == "compact-random":
+            return int(self.served.get("vocab") or ModelConfig.compact().vocab_size)
+        folder = COMPACT if self.model == "compact" else Path(self.model)
+        return int(json.loads((folder / "config.json").read_text())["vocab_size"])
+
+    def job(self, name: str, arm: str, *, calibrating: bool = False, **options: Any) -> Job:
+        """A recorded job of this case."""
+        requests = self.calibrated_on if calibrating and self.calibrated_on else self.served
+        forced = random_tokens(requests, self.vocabulary, self.seed)
+        settings: dict[str, Any] = dict(pins=self.pins, seed=self.seed, passes=["free"])
+        settings |= {"model": self.model, **requests, **options}
+        (made,) = factorial.jobs([arm], forced, **settings)
+        return made.model_copy(update={"name": self.name(name)})
+
+    def observation(self) -> list[Job]:
+        """The baseline, and what it takes to calibrate: the same tokens with the inputs seen."""
+        jobs = [self.job("baseline", "baseline", passes=["free", "free"], recordings=["again"])]
+        only: dict[str, Any] = dict(calibrating=True, passes=[], logits=False)
+        if self.calibrated_on:
+            jobs.append(self.job("observed", "baseline", **only))
+        compiled = "opaque_compiled__opaque_compiled"
+        jobs.append(self.job("captured", compiled, record_inputs=True, **only))
+        return jobs
+
+    def observed(self, results: Mapping[str, JobResult]) -> tuple[JobResult, JobResult]:
+        """Of `observation`: the run with the inputs, and the baseline's run of the same tokens."""
+        baseline = "observed" if self.calibrated_on else "baseline"
+        return results[self.name("captured")], results[self.name(baseline)]
+
+    def integration(self, calibration: Path, arms: Sequence[str]) -> list[Job]:
+        """The arms to hold against the baseline, of those `ARMS` knows; ``rebuild`` first.
+
+        StaleCalibration: there is no calibration of decode.
+        """
+        file = CalibrationFile.load(calibration)
+        if "decode" not in file.graphs:
+            raise StaleCalibration(f"{calibration} has no calibration of decode: none was found")
+        decode = file.graphs["decode"].numerics
+        body = "in_graph__fused" if self.on_device else "in_graph__opaque_reference"
+        known: dict[str, tuple[str, dict[str, Any]]] = {
+            "rebuild": ("rebuild", {}),
+            "integrated": (body, {"calibration": str(calibration)}),
+            "per_op": (body, {"decode_numerics": str(per_op(decode))}),
+            "other_tree": (body, {"decode_numerics": str(other_tree(decode))}),
+            "opaque_eager__fused": ("opaque_eager__fused", {"calibration": str(calibration)}),
+            "opaque_fused__fused": ("opaque_fused__fused", {"calibration": str(calibration)}),
+        }
+        return [self.job(arm, known[arm][0], **known[arm][1]) for arm in arms]
+
+    def timed(self, calibration: Path, *, samples: int, steps: int) -> Job:
+        """One process that decodes the same tokens through each arm and times all of them in turn.
+
+        Beside the baseline: itself compiled once more (A/A), ``integrated``, and ``default``, the
+        baseline without pins, which is what users run today.
+        """
+        decode = CalibrationFile.load(calibration).graphs["decode"].numerics
+        beside = [
+            Beside(name="control", arm="baseline"),
+            Beside(name="integrated", arm="integrated", decode_numerics=str(decode)),
+            Beside(name="default", arm="baseline", pins=Pins()),
+        ]
+        timing: dict[str, Any] = dict(decode_samples=samples, decode_steps=steps, beside=beside)
+        return self.job("timed", "baseline", record="none", passes=["free"], **timing)
+
+
+ARMS = {
+    "rebuild": "the baseline, compiled from nothing in another process",
+    "integrated": "calibrated op at T = 1, prefill as it was",
+    "per_op": "the same, rounded after every operation",
+    "other_tree": "the same, another order of adding",
+    "opaque_eager__fused": "calibrated op at T = 1, an opaque one at every other T",
+    "opaque_fused__fused": "the calibrated op at every T",
+}
+"""What can be held against the baseline."""
+
+ON_ANY_MACHINE = ("rebuild", "integrated", "per_op", "other_tree")
+"""Those of `ARMS` that the reference can stand for."""
+
+
+def random_tokens(requests: Mapping[str, Any], vocabulary: int, seed: int) -> Tokens:
+    """Tokens to feed each request that ``requests``, fields of `Job`, names."""
+    names = requests.get("request_ids") or [f"T{length}" for length in requests["lengths"]]
+    draw = torch.Generator().manual_seed(seed + 1)
+    size = (len(names), requests["new_tokens"])
+    rows = torch.randint(vocabulary, size, generator=draw).tolist()
+    return dict(zip(names, rows, strict=True))
+
+
+def per_op(numerics: Numerics) -> Numerics:
+    """The same trees, rounded after every operation as eager PyTorch does."""
+    return replace(numerics, rounding="per_op", contraction="none")
+
+
+def other_tree(numerics: Numerics) -> Numerics:
+    """The same rounding with a tree as a kernel's author might write it, on one or on two warps."""
+    size = numerics.reduction.size
+    trees = [Reduction(32, size // 32), Reduction(32, size // 64, warps=2)]
+    different = next(tree for tree in trees if tree not in numerics.reductions)
+    return replace(numerics, reduction=different, k_reduction=None)
+
+
+# --- calibration
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """What calibration found, whether or not it is of use.
+
+    prints: by graph, of those that could be read. errors: why another could not. path: of the file, which
+    has the graphs whose numerics reproduce everything.
+    """
+
+    path: Path
+    prints: Mapping[Graph, Fingerprint]
+    errors: Mapping[Graph, str]
+    seconds: float
+
+    @cached_property
+    def file(self) -> CalibrationFile:
+        """As whoever uses it reads it."""
+        return CalibrationFile.load(self.path)
+
+    def found(self, graph: Graph) -> GraphCalibration | None:
+        """The graph's calibration, if there is one."""
+        return self.file.graphs.get(graph)
+
+    def verdict(self, graph: Graph, least: int) -> tuple[str, str]:
+        """Of the claim that ``graph`` has one calibration, of ``least`` elements or more."""
+        if graph in self.errors:
+            return "INCONCLUSIVE", self.errors[graph]
+        said, found = str(self.prints[graph]), self.found(graph)
+        if found is None:
+            return "FAIL", said
+        few = found.rejected_by_fewer_than(ENOUGH)
+        said += f"; {len(found.rejected)} candidates rejected"
+        said += f", {len(few)} of them by fewer than {ENOUGH} mismatches" if few else ""
+        limited = found.elements < least or found.alike or few
+        return ("PASS_WITH_LIMITATIONS" if limited else "PASS"), said
+
+
+def calibrate(
+    inputs: Path,
+    observed: Path,
+    path: Path,
+    pins: Pins,
+    machine: Machine | None = None,
+    device: str | None = None,
+) -> Calibrated:
+    """Find what each graph of ``observed`` computes, and write it to ``path`` with a sample beside it.
+
+    Args:
+        inputs, observed: recordings as of `fingerprint`. pins: those of both runs.
+        machine: the one they were made on; default: this one.
+
+    A graph of which nothing can be said, or that no candidate reproduces, is left out of the file.
+    """
+    began = time.perf_counter()
+    shape = RecordFile(inputs).shape
+    prints: dict[Graph, Fingerprint] = {}
+    errors: dict[Graph, str] = {}
+    sample: dict[Graph, dict[int, Rows]] = {}
+    for graph in GRAPHS:
+        try:
+            found = fingerprint(inputs, observed, graph, device=device, reject=ENOUGH)
+            sample[graph] = capture(inputs, observed, graph, device)
+            prints[graph] = found
+        except ValueError as error:
+            errors[graph] = str(error)
+    graphs: dict[Graph, GraphCalibration] = {
+        graph: calibration_of(found)
+        for graph, found in prints.items()
+        # With another table than the op is given, it would have to round that first.
+        if found.numerics and found.table == _dtype(next(iter(sample[graph].values()))[0].cos_sin)
+    }
+    pinned = pins.model_dump(mode="json")
+    CalibrationFile.of(machine or detect(), shape, pinned, graphs).save(path)
+    save_sample(sample_path(path), {graph: sample[graph] for graph in graphs})
+    return Calibrated(path, prints, errors, time.perf_counter() - began)
+
+
+def calibration_of(found: Fingerprint) -> GraphCalibration:
+    """A fingerprint that fits, as an entry of the file; its elements are the distinct ones."""
+    alike = [Candidate(numerics=n, mismatches=0, elements=found.elements) for n in found.alike]
+    rejected = [
+        Candidate(numerics=one.numerics, mismatches=one.mismatches, elements=one.elements)
+        for one in found.rejected
+    ]
+    return GraphCalibration(
+        numerics=found.closest,
+        elements=found.distinct,
+        bound=found.bound,
+        alike=tuple(alike),
+        rejected=tuple(rejected),
+    )
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+# --- the check at start-up
+
+
+def sample_path(calibration: Path) -> Path:
+    """Where the sample of a calibration file lies."""
+    return calibration.with_suffix(".safetensors")
+
+
+def save_sample(path: Path, captured: Mapping[Graph, Mapping[int, Rows]]) -> None:
+    """Keep `SAMPLE` tokens of every layer: the prologue's inputs, and the compiled code's Q and K."""
+    tensors: dict[str, Tensor] = {}
+    for graph, layers in captured.items():
+        for layer, (inputs, outputs) in layers.items():
+            few = slice(SAMPLE)
+            of_layer = {
+                "qkv": inputs.qkv[few],
+                "positions": inputs.positions[..., few],
+                "q_weight": inputs.q_weight,
+                "k_weight": inputs.k_weight,
+                "q": outputs["q"][few],
+                "k": outputs["k"][few],
+            }
+            tensors |= {f"{graph}/{layer}/{name}": t for name, t in of_layer.items()}
+            tensors["cos_sin"] = inputs.cos_sin
+    save_file({name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}, path)
+
+
+def load_sample(path: Path, graph: Graph, shape: AttentionShape, device: str) -> list[Rows]:
+    """What `save_sample` kept of a graph. StaleCalibration: there is no such file, or nothing in it."""
+    if not path.is_file():
+        raise StaleCalibration(f"there is no sample at {path}: calibrate again")
+    with safe_open(path, framework="pt", device=device) as file:
+        names = set(file.keys())
+        layers = sorted({int(n.split("/")[1]) for n in names if n.startswith(f"{graph}/")})
+        if not layers:
+            raise StaleCalibration(f"{path} has no sample of {graph}: calibrate again")
+        rows: list[Rows] = []
+        for layer in layers:
+            one = {
+                name: file.get_tensor(f"{graph}/{layer}/{name}")
+                for name in ("qkv", "positions", "q_weight", "k_weight", "q", "k")
+            }
+            qkv = one["qkv"]
+            cache = qkv.new_zeros(1, 1, shape.kv_heads, shape.head_dim)
+            inputs = Inputs(
+                qkv=qkv,
+                q_weight=one["q_weight"],
+                k_weight=one["k_weight"],
+                cos_sin=file.get_tensor("cos_sin"),
+                positions=one["positions"],
+                slot_mapping=torch.full((qkv.shape[0],), -1, device=device),
+                key_cache=cache,
+                value_cache=cache.clone(),
+            )
+            rows.append((inputs, {"q": one["q"], "k": one["k"]}))
+    return rows
+
+
+def start_up(
+    path: Path,
+    shape: AttentionShape,
+    pins: Pins,
+    graphs: Sequence[Graph] = ("decode",),
+    machine: Machine | None = None,
+    device: str | None = None,
+) -> tuple[CalibrationFile, dict[Graph, Revalidation]]:
+    """What a service does before it uses a calibration: is it of this machine, and does it still hold?
+
+    The kernel, or on a CPU the reference, computes the sample again, at T = 1 for decode. Seconds are
+    without the kernel's compilation, which a service needs anyway.
+
+    Raises:
+        StaleCalibration: no, and why.
+    """
+    machine = machine or detect()
+    device = device or machine.device
+    file = CalibrationFile.load(path)
+    file.check(machine, shape, pins.model_dump(mode="json"))
+    found: dict[Graph, Revalidation] = {}
+    for graph in graphs:
+        if graph not in file.graphs:
+            raise StaleCalibration(f"{path} has no calibration of {graph}: calibrate again")
+        kernel: Callable[..., Any] = reference.qkv_prologue
+        if device != "cpu":
+            kernel = fused.qkv_prologue
+            kernel = in_batches(kernel, 1) if graph == "decode" else kernel
+        rows = load_sample(sample_path(path), graph, file.shape, device)
+        kernel(*rows[0][0].clone().args(), file.shape, file.graphs[graph].numerics)  # compiles it
+        observe, batches = _recorded(rows)
+        found[graph] = file.revalidate(graph, observe, batches, kernel)
+    return file, found
+
+
+def _recorded(
+    rows: Sequence[Rows],
+) -> tuple[Callable[[Inputs], Mapping[str, Tensor]], Iterator[Inputs]]:
+    """Recorded outputs as what observes, and their inputs as batches."""
+    current: Mapping[str, Tensor] = {}
+
+    def batches() -> Iterator[Inputs]:
+        nonlocal current
+        for inputs, current in rows:  # noqa: B007 - read by what observes
+            yield inputs
+
+    return (lambda _: current), batches()
+
+
+# --- what the arms did
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """An arm held against the baseline: records, logits and texts that differ, of how many.
+
+    error: why there is nothing to hold, or to hold it against; empty otherwise.
+    """
+
+    arm: str
+    records: int = 0
+    records_total: int = 0
+    logits: int = 0
+    logits_total: int = 0
+    texts: int = 0
+    texts_total: int = 0
+    tokens_total: int = 0
+    first: str = ""
+    error: str = ""
+
+    @property
+    def same(self) -> bool:
+        """Something was compared, and no bit of it differs."""
+        compared = bool(self.records_total or self.logits_total)
+        return not self.error and compared and not (self.records or self.logits or self.texts)
+
+    def __str__(self) -> str:
+        if self.error:
+            return self.error
+        said = (
+            f"{self.records:,} of {self.records_total:,} records, {self.logits:,} of "
+            f"{self.logits_total:,} logits and {self.texts} of {self.texts_total} texts differ"
+        )
+        return said + (f"; first {self.first}" if self.first else "")
+
+
+def outcomes(case: Case, results: Mapping[str, JobResult], workers: int = 1) -> dict[str, Outcome]:
+    """``control``, the baseline's second pass and recording, and every arm of ``results``."""
+    prefix = case.name("")
+    of_case = {
+        name.removeprefix(prefix): result
+        for name, result in results.items()
+        if name.startswith(prefix)
+    }
+    baseline = of_case["baseline"]
+    arms = {name: of_case[name] for name in ARMS if name in of_case}
+    pairs = {"control": (Recording(baseline), Recording(baseline, 2))}
+    pairs |= {name: (Recording(baseline), Recording(arm)) for name, arm in arms.items()}
+    compared = factorial.compare(pairs, workers=workers)
+    rows = factorial.table(compared).set_index("arm")
+    found = {}
+    for name, row in rows.iterrows():
+        other = arms.get(str(name), baseline)
+        error = baseline.error or other.error or row["error"]
+        if error:
+            found[str(name)] = Outcome(str(name), error=f"{other.job.name}: {error}")
+            continue
+        texts = _texts(baseline, other)
+        found[str(name)] = Outcome(
+            str(name),
+            int(row["records_differing"]),
+            int(row["records_total"]),
+            int(row["logits_differing"]),
+            int(row["logits_total"]),
+            *texts,
+            first=row["first"],
+        )
+    return found
+
+
+def _texts(baseline: JobResult, other: JobResult) -> tuple[int, int, int]:
+    """Texts that changed, texts, and tokens of the baseline, each reply's tokens being its text."""
+    mine = baseline.passes[0].replies
+    theirs = (other.passes[1] if other is baseline else other.passes[0]).replies
+    changed = sum(a.tokens != b.tokens for a, b in zip(mine, theirs, strict=True))
+    return changed, len(mine), sum(len(reply.tokens) for reply in mine)
+
+
+def exact(outcome: Outcome, floor: Outcome) -> tuple[str, str]:
+    """Verdict on "no bit changed", which holds only where the baseline's own rebuild changes none."""
+    if outcome.error:
+        return "INCONCLUSIVE", outcome.error
+    if outcome.same:
+        if floor.same:
+            return "PASS", f"{outcome}; rebuild: {floor}"
+        return "INCONCLUSIVE", f"{outcome}; but the rebuild, which is the floor: {floor}"
+    if floor.error or (outcome.records <= floor.records and outcome.logits <= floor.logits):
+        return "INCONCLUSIVE", f"{outcome}; not beyond the rebuild: {floor}"
+    return "FAIL", f"{outcome}; rebuild: {floor}"
+
+
+def timed_outcomes(timed: JobResult) -> dict[str, Outcome]:
+    """The arms that a timed job decoded beside its own, held against it: logits of replayed decode."""
+    found = {}
+    for beside in timed.job.beside:
+        kind = f"logits.{beside.name}"
+        if timed.error or kind not in timed.files:
+            found[beside.name] = Outcome(beside.name, error=timed.error or f"no {kind}")
+            continue
+        frame = factorial.records.compare_logits(timed.path("logits"), timed.path(kind))
+        found[beside.name] = Outcome(
+            beside.name,
+            logits=int(frame["mismatches"].sum()),
+            logits_total=int(frame["elements"].sum()),
+            texts=int((frame["top1_a"] != frame["top1_b"]).groupby(frame["request"]).any().sum()),
+            texts_total=frame["request"].nunique(),
+            tokens_total=len(frame),
+        )
+    return found
+
+
+# --- what it saves
+
+
+@dataclass(frozen=True)
+class Effect:
+    """A difference of two medians in microseconds, with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+    n: int = field(default=0, compare=False)
+
+    def __mul__(self, times: float) -> Effect:
+        return Effect(self.value * times, self.low * times, self.high * times, self.n)
+
+    def __str__(self) -> str:
+        return f"{self.value:.1f} us [{self.low:.1f}, {self.high:.1f}]"
+
+
+def saved(slow: Timing, fast: Timing, resamples: int = 4000, seed: int = 0) -> Effect:
+    """Median of ``slow`` minus median of ``fast``; the interval is the bootstrap's over rounds.
+
+    ValueError: other numbers of samples, which were not taken in turn.
+    """
+    a, b = np.asarray(slow.samples_us), np.asarray(fast.samples_us)
+    if a.shape != b.shape:
+        raise ValueError(f"samples were not taken in turn: {len(a)} and {len(b)}")
+    rounds = np.random.default_rng(seed).integers(len(a), size=(resamples, len(a)))
+    found = np.median(a[rounds], axis=1) - np.median(b[rounds], axis=1)
+    low, high = np.quantile(found, (0.025, 0.975))
+    return Effect(slow.median_us - fast.median_us, float(low), float(high), len(a))
+
+
+def over(realised: Effect, predicted: Effect) -> Effect:
+    """Their ratio, its interval from the worst corners of both."""
+    if predicted.low <= 0:
+        return Effect(realised.value / predicted.value, -np.inf, np.inf)
+    corners = [
+        r / p for r in (realised.low, realised.high) for p in (predicted.low, predicted.high)
+    ]
+    return Effect(realised.value / predicted.value, min(corners), max(corners))
+
+
+def as_predicted(ratio: Effect, least: float = 0.9, most: float = 1.15) -> str:
+    """Verdict on a realised saving: is it what was predicted?"""
+    inside = least <= ratio.value <= most
+    if inside:
+        return "PASS" if least <= ratio.low and ratio.high <= most else "PASS_WITH_LIMITATIONS"
+    return "INCONCLUSIVE" if ratio.low <= most and ratio.high >= least else "FAIL"
+
+
+def effects(found: Mapping[str, Effect], noise: float) -> pd.DataFrame:
+    """As `plots.effects` takes them, with the A/A difference as what cannot be told from nothing."""
+    rows = [dict(effect=n, value=e.value, low=e.low, high=e.high) for n, e in found.items()]
+    rows.append(dict(effect="A/A", value=0.0, low=-noise, high=noise))
+    return pd.DataFrame(rows).assign(unit="us", n=next(iter(found.values())).n)
