@@ -232,6 +232,10 @@ class RecordFile:
                 found.append(Place(where[0], int(where[1]), int(where[2]), name))
         return sorted(found, key=lambda p: (p.request, p.step, p.layer, tensors.index(p.tensor)))
 
+    def calls(self) -> set[tuple[str, int]]:
+        """Request and step of every forward call that was recorded."""
+        return {(place.request, place.step) for place in self.places("q")}
+
     def get(self, key: str) -> Tensor:
         """The tensor, on the CPU."""
         return self._file.get_tensor(key)
@@ -438,6 +442,12 @@ def compare_logits(a: Path, b: Path, within: Within | None = None) -> pd.DataFra
         rows.append({"request": request, "step": step} | row)
     frame = pd.DataFrame(rows, columns=["request", "step", *_LOGIT_COLUMNS])
     return frame.sort_values(["request", "step"], ignore_index=True)
+
+
+def logit_calls(path: Path) -> set[tuple[str, int]]:
+    """Request and step of every call whose logits a file of `LogitTape.save` holds."""
+    with safe_open(path, framework="pt") as file:
+        return {_call(key) for key in file.keys()}  # noqa: SIM118 - a file
 
 
 def _call(key: str) -> tuple[str, int]:
