@@ -117,9 +117,11 @@ def parse_numerics(text: str) -> Numerics:
 class Pins(BaseModel):
     """What is held fixed so that two compilations of one program give the same bits.
 
-    deterministic: Inductor's deterministic mode, in which nothing that affects bits is chosen by timing
-        it. A torch without it gets `FALLBACK`, the first configuration of every generated kernel and
-        one compile thread instead, and says so in `unavailable`.
+    deterministic: Inductor's deterministic mode, where this torch has it. Meant to keep timing out of
+        every choice that affects bits; in torch 2.11 the rows a block of a small reduction holds, and with
+        them its tree, are still timed.
+    configurations: of generated Triton kernels: ``timed``, as Inductor does, or the ``first`` that Inductor
+        lists for each, which no timing can change and which every torch has.
     sdpa: what computes attention. blas: the library behind matrix products. workspace: the value of
         CUBLAS_WORKSPACE_CONFIG, which must be in the environment before CUDA starts.
     caches_off: nothing is read from Inductor's caches.
@@ -135,6 +137,7 @@ class Pins(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     deterministic: bool = False
+    configurations: Literal["timed", "first"] = "timed"
     sdpa: AttentionBackend = "default"
     blas: Literal["default", "cublas", "cublaslt"] = "default"
     workspace: str | None = None
@@ -160,10 +163,7 @@ class Pins(BaseModel):
             if not _known(config, name)
         ]
         if self.deterministic and not _known(config, "deterministic"):
-            missing.append(
-                f"deterministic: torch {torch.__version__} has no such mode; pinned instead: "
-                f"{', '.join(FALLBACK)}, first configurations, one compile thread"
-            )
+            missing.append(f"deterministic: torch {torch.__version__} has no such mode")
         missing += [
             f"workspace: {name} is {os.environ.get(name)!r} in this process, not {value!r}"
             for name, value in self.environment.items()
@@ -179,10 +179,7 @@ class Pins(BaseModel):
         from torch._functorch import config as functorch
         from torch._inductor import config
 
-        lacking = not _known(config, "deterministic")
         options: dict[str, Any] = {"deterministic": self.deterministic}
-        if self.deterministic and lacking:
-            options |= FALLBACK | {"compile_threads": 1}
         off = "force_disable_caches" if _known(config, "force_disable_caches") else "fx_graph_cache"
         if self.caches_off:
             options[off] = off == "force_disable_caches"
@@ -193,26 +190,13 @@ class Pins(BaseModel):
             )
             if _known(functorch, check := "check_custom_op_aliasing"):
                 stack.enter_context(functorch.patch({check: self.first_run_check}))
-            if self.deterministic and lacking:
-                stack.enter_context(first_configurations())
+            stack.enter_context(choosing_configurations(self.configurations))
             stack.enter_context(pin_attention(self.sdpa))
             if self.blas != "default" and hasattr(torch.backends.cuda, "preferred_blas_library"):
                 before = torch.backends.cuda.preferred_blas_library()
                 stack.callback(torch.backends.cuda.preferred_blas_library, before)
                 torch.backends.cuda.preferred_blas_library(self.blas)
             yield
-
-
-FALLBACK: dict[str, Any] = {
-    "max_autotune": False,
-    "max_autotune_pointwise": False,
-    "max_autotune_gemm": False,
-    "coordinate_descent_tuning": False,
-    "benchmark_fusion": False,
-    "triton.multi_kernel": 0,
-    "triton.autotune_pointwise": False,
-}
-"""Options that keep an Inductor without a deterministic mode from choosing by timing."""
 
 
 def _known(config: Any, name: str) -> bool:
@@ -224,23 +208,26 @@ def _known(config: Any, name: str) -> bool:
 
 
 @contextmanager
-def first_configurations() -> Iterator[None]:
-    """Every Triton kernel that this process makes has the first configuration Inductor lists for it.
+def choosing_configurations(how: Literal["timed", "first"]) -> Iterator[None]:
+    """How Inductor chooses among the configurations of a Triton kernel that runs for the first time.
 
-    Compile workers are other processes: it takes one compile thread to have none of them.
+    All are compiled either way; ``first`` answers the question which is fastest without asking the clock.
     """
-    from torch._inductor.runtime import triton_heuristics
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
-    original = triton_heuristics.cached_autotune
+    name = "benchmark_all_configs"
+    before = getattr(CachingAutotuner, name)
+    timed = getattr(before, "timed", before)  # this may be inside another
 
-    def first(size_hints: Any, configs: list[Any], *rest: Any, **options: Any) -> Any:
-        return original(size_hints, configs[:1], *rest, **options)
+    def in_order(tuner: Any, *_: Any, **__: Any) -> dict[Any, float]:
+        return {launcher: float(place) for place, launcher in enumerate(tuner.launchers)}
 
-    triton_heuristics.cached_autotune = first
+    in_order.timed = timed  # type: ignore[attr-defined]
+    setattr(CachingAutotuner, name, timed if how == "timed" else in_order)
     try:
         yield
     finally:
-        triton_heuristics.cached_autotune = original
+        setattr(CachingAutotuner, name, before)
 
 
 @dataclass
