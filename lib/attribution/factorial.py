@@ -24,7 +24,13 @@ from fusion_evidence.lib.service.arms import Arm, Pins
 from fusion_evidence.lib.service.graphs import GraphReport
 from fusion_evidence.lib.service.jobs import Beside, Job, JobResult, Tokens
 
-PINS = Pins(deterministic=True, sdpa="math", caches_off=True, first_traced=65, workspace=":4096:8")
+PINS = Pins(
+    deterministic=True,
+    configurations="first",
+    sdpa="math",
+    workspace=":4096:8",
+    first_traced=65,
+)
 """What every arm of the collection holds fixed unless its name says otherwise."""
 
 BASELINE, CONTROL, UNRECORDED = "baseline", "control", "unrecorded"
@@ -38,7 +44,7 @@ UNPINNED: dict[str, Any] = {
     "deterministic": False,
     "sdpa": "default",
     "workspace": None,
-    "caches_off": False,
+    "configurations": "timed",
 }
 """Each pin of `PINS` as it is without it. ``first_traced`` always has some value."""
 
