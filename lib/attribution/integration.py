@@ -8,6 +8,7 @@ with a sample, so that whoever integrates can check both at start-up.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -43,6 +44,8 @@ from fusion_evidence.lib.measure.primitive import in_batches
 from fusion_evidence.lib.measure.timing import Timing
 from fusion_evidence.lib.service.arms import Pins
 from fusion_evidence.lib.service.jobs import Beside, Job, JobResult, Tokens
+from fusion_evidence.lib.service.model import ModelConfig
+from fusion_evidence.lib.service.prompts import COMPACT
 
 GRAPHS: tuple[Graph, Graph] = ("decode", "prefill")
 SAMPLE = 32
@@ -63,6 +66,7 @@ class Case:
     than a model's own; a free pass gives the texts.
 
     on_device: the fused kernel runs; else the reference stands for it, with the same bits.
+    opaque: the arm whose inputs are captured; the nearer to the baseline, the more of them are its own.
     """
 
     model: str
@@ -70,6 +74,7 @@ class Case:
     served: Mapping[str, Any]
     calibrated_on: Mapping[str, Any] | None = None
     on_device: bool = True
+    opaque: str = "opaque_compiled__opaque_compiled"
     seed: int = 0
 
     def name(self, arm: str) -> str:
@@ -79,11 +84,6 @@ class Case:
     @property
     def vocabulary(self) -> int:
         """Tokens the model knows."""
-        import json
-
-        from fusion_evidence.lib.service.model import ModelConfig
-        from fusion_evidence.lib.service.prompts import COMPACT
-
         if self.model == "article":
             return ModelConfig.article().vocab_size
         if self.model == "compact-random":
@@ -106,8 +106,7 @@ class Case:
         only: dict[str, Any] = dict(calibrating=True, passes=[], logits=False)
         if self.calibrated_on:
             jobs.append(self.job("observed", "baseline", **only))
-        compiled = "opaque_compiled__opaque_compiled"
-        jobs.append(self.job("captured", compiled, record_inputs=True, **only))
+        jobs.append(self.job("captured", self.opaque, record_inputs=True, **only))
         return jobs
 
     def observed(self, results: Mapping[str, JobResult]) -> tuple[JobResult, JobResult]:
@@ -180,9 +179,9 @@ def per_op(numerics: Numerics) -> Numerics:
 
 
 def other_tree(numerics: Numerics) -> Numerics:
-    """The same rounding with a tree as a kernel's author might write it, on one or on two warps."""
+    """The same rounding with one of the trees that a kernel's author might write without asking."""
     size = numerics.reduction.size
-    trees = [Reduction(32, size // 32), Reduction(32, size // 64, warps=2)]
+    trees = [Reduction(32 // warps, size // 32, warps) for warps in (1, 2, 4)]
     different = next(tree for tree in trees if tree not in numerics.reductions)
     return replace(numerics, reduction=different, k_reduction=None)
 
@@ -480,7 +479,10 @@ def exact(outcome: Outcome, floor: Outcome) -> tuple[str, str]:
         if floor.same:
             return "PASS", f"{outcome}; rebuild: {floor}"
         return "INCONCLUSIVE", f"{outcome}; but the rebuild, which is the floor: {floor}"
-    if floor.error or (outcome.records <= floor.records and outcome.logits <= floor.logits):
+    if not (outcome.records_total or outcome.logits_total):
+        return "INCONCLUSIVE", "nothing was compared"
+    within = outcome.records <= floor.records and outcome.logits <= floor.logits
+    if floor.error or (within and not floor.same):
         return "INCONCLUSIVE", f"{outcome}; not beyond the rebuild: {floor}"
     return "FAIL", f"{outcome}; rebuild: {floor}"
 
