@@ -714,8 +714,10 @@ class _Running:
         self._drop_cache()
         try:
             result = JobResult.load(self.folder)
-        except FileNotFoundError:
+        except (FileNotFoundError, ValueError) as error:
             result = JobResult(job=self.job, folder=self.folder)
+            if isinstance(error, ValueError):  # half a disk, or written by other code than this
+                result.error = f"result.json cannot be read: {error}"
         if status := self.process.returncode:
             died = f"killed by {signal.Signals(-status).name}" if status < 0 else f"status {status}"
             if result.error.startswith(("not started", "ended during")):  # it could not say why
@@ -737,8 +739,9 @@ def _fresh_cache(job: Job) -> bool:
 def _new_cache() -> Path:
     """An empty folder for compiler caches, its path as long as that of the shared one.
 
-    C++ kernels hold the names of their files, and their machine code holds offsets into those: with paths
-    of one length, the same source gives the same code. Its name says whose it is, as the shared one's.
+    A kernel that checks an index holds the name of its file, and on a CPU or an AMD device its machine
+    code holds offsets beyond that text: with paths of one length the same source gives the same code.
+    "torchinductor" in the name is what `generated_code.normalized` knows file names by.
     """
     user = re.sub(r"\W", "_", getpass.getuser())
     default = Path(tempfile.gettempdir()) / f"torchinductor_{user}"
@@ -762,6 +765,10 @@ def _environment(job: Job, cache: Path | None, parallel: int, device: int | None
     # Inductor would start a worker for every core in each of the processes.
     threads = max(1, detect().cpu_cores // parallel)
     environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))
+    if (job.device or detect().device) == "cpu":
+        # C++ is generated for a number of threads, which must not depend on how many jobs run; and the
+        # threads of several jobs would wait for one another's cores.
+        environment.setdefault("OMP_NUM_THREADS", "1")
     if cache is not None:
         environment["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
         environment["TRITON_CACHE_DIR"] = str(cache / "triton")
