@@ -170,19 +170,32 @@ def text_changes(baseline: Sequence[Reply], other: Sequence[Reply]) -> pd.DataFr
     return frame.astype({"first_changed": "Int64", "changed": bool})
 
 
-def text_verdict(changes: pd.DataFrame, wanted: int, floor: int | None) -> tuple[Verdict, str]:
-    """Whether an arm's texts are the baseline's, in a run whose own noise is ``floor`` changed texts.
+def noise_floor(changes: Mapping[str, pd.DataFrame], wanted: int) -> int | None:
+    """The most texts that ``control`` or ``rebuild`` changed; None where one of them is not complete.
 
-    wanted: requests that there should be. floor: None for the arms that measure it. Under a floor nothing
-    is claimed: as few changed texts as an unchanged arm has are no evidence of a change, nor of none.
+    changes: by arm, `text_changes`. wanted: requests that there should be.
+    """
+    unchanged = [changes[arm] for arm in (CONTROL, REBUILD) if arm in changes]
+    if len(unchanged) < 2 or any(len(frame) < wanted for frame in unchanged):
+        return None
+    return max(int(frame.changed.sum()) for frame in unchanged)
+
+
+def text_verdict(changes: pd.DataFrame, wanted: int, floor: int | None = 0) -> tuple[Verdict, str]:
+    """Whether an arm's texts are the baseline's.
+
+    floor: of a candidate, `noise_floor`: as few changed texts as an unchanged arm has are no evidence of a
+    change, and none at all no evidence of sameness. The arms that make the floor have none.
     """
     changed, n = int(changes.changed.sum()), len(changes)
     at = ", ".join(
         f"{r.request} at {r.first_changed}" for r in changes[changes.changed].itertuples()
     )
-    why = f"{changed} of {n} texts changed" + (f": {at}" if at else "")
+    why = f"{changed} of {n} texts changed" + (f", first token: {at}" if at else "")
     if n < wanted:
         return Verdict.INCONCLUSIVE, f"{why}; {wanted - n} not completed"
+    if floor is None:
+        return Verdict.INCONCLUSIVE, f"{why}; control or rebuild is not complete"
     if floor and changed <= floor:
         return Verdict.INCONCLUSIVE, f"{why}; an unchanged arm changed {floor}"
     if changed:
