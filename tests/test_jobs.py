@@ -94,6 +94,13 @@ def test_a_job_that_hangs_is_ended(tmp_path):
     assert process_of("hangs") is None
 
 
+def test_a_result_that_cannot_be_read_is_one(tmp_path, monkeypatch):
+    started = j._Running(job("x"), tmp_path, 0, 1, None, timeout=60)
+    started.stop()
+    (tmp_path / "result.json").write_text('{"job": {"name": "x", "colour": "red"}}')
+    assert "result.json cannot be read" in started.result().error
+
+
 def test_a_process_that_cannot_begin(tmp_path, monkeypatch):
     monkeypatch.setattr(j.sys, "executable", "/bin/false")
     result = run_jobs([job("none")], tmp_path)["none"]
