@@ -376,8 +376,8 @@ def test_timing_tells_a_slow_engine_from_others():
     ):
         assert [(len(timing.samples_us), timing.sets) for timing in times.values()] == [(3, 1)] * 3
         assert min(times["slow"].samples_us) > wait * 1e6
-        for name in ("a", "b"):  # whatever else the machine does meanwhile
-            assert min(times[name].samples_us) < wait * 1e6
+        for name in ("a", "b"):  # not the slow one's: its sleep is in no other's samples
+            assert min(times[name].samples_us) < min(times["slow"].samples_us)
     with pytest.raises(ValueError, match="need room for 65"):
         time_decode(engines, request("long", 64), samples=1)
     with pytest.raises(ValueError, match="0 arms"):

@@ -21,7 +21,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch._dynamo.utils import counters
 
 from fusion_evidence.lib.measure.timing import Timing, time_graphs, time_host
 from fusion_evidence.lib.service.metrics import Finish, Reply
@@ -484,6 +483,8 @@ def _no_collection() -> Iterator[None]:
 @contextmanager
 def _compilations() -> Iterator[Callable[[], int]]:
     """A count that moves whenever Dynamo makes a graph or Triton compiles a kernel by itself."""
+    from torch._dynamo.utils import counters  # imports Triton: not before the kernels have
+
     kernels = 0
     hooks: list[tuple[Any, str]] = []
     try:
