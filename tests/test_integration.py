@@ -17,6 +17,7 @@ from fusion_evidence.lib.attribution import integration as i
 from fusion_evidence.lib.attribution.calibrated import StaleCalibration
 from fusion_evidence.lib.measure.machine import detect
 from fusion_evidence.lib.measure.timing import summarize
+from fusion_evidence.lib.report.evidence import Evidence, Measurement
 from fusion_evidence.lib.service.arms import Pins
 from fusion_evidence.lib.service.jobs import JobResult, run_job
 
@@ -108,6 +109,14 @@ def test_a_calibration_of_something_else_is_refused(copied):
         i.start_up(path, COMPACT, PINS)
 
 
+def test_refusals_are_shown(calibrated):
+    said = i.refusals(calibrated.path, PINS)
+    assert len(said) == 6
+    assert "versions.torch was 'elsewhere'" in said["another torch"]
+    assert "no longer holds: 1 of" in said["one flipped bit"]
+    assert all("calibrate again" in text for text in said.values())
+
+
 @pytest.mark.parametrize("output", ["q", "k"])
 @pytest.mark.parametrize("graph", i.GRAPHS)
 def test_one_flipped_bit_is_noticed(copied, graph, output):
@@ -132,8 +141,6 @@ def test_without_a_sample_or_a_graph_it_is_refused(copied, calibrated):
     calibrated.file.model_copy(update={"graphs": only}).save(path)
     with pytest.raises(StaleCalibration, match="no calibration of decode"):
         i.start_up(path, COMPACT, PINS)
-    with pytest.raises(StaleCalibration, match="no calibration of decode"):
-        CASE.integration(path, ["integrated"])
 
 
 def test_what_no_numerics_reproduce_is_left_out(records, tmp_path):
@@ -151,6 +158,8 @@ def test_what_no_numerics_reproduce_is_left_out(records, tmp_path):
     verdict, why = found.verdict("prefill", 1)
     assert verdict == "FAIL"
     assert "none of the declared numerics" in why
+    assert (found.found("decode"), found.facts("prefill")) == (None, {})
+    assert [job.arm for job in CASE.integration(found, list(i.ARMS))] == ["rebuild"]
     unread = i.calibrate(observed, observed, tmp_path / "other.json", PINS)
     assert unread.verdict("decode", 1)[0] == "INCONCLUSIVE"
     assert "no inputs of decode" in unread.errors["decode"]
@@ -168,11 +177,10 @@ def done(job, folder) -> JobResult:
 def integrated(tmp_path_factory):
     folder = tmp_path_factory.mktemp("jobs")
     results = {job.name: done(job, folder) for job in CASE.observation()}
-    given, observed = CASE.observed(results)
     path = folder / "calibration.json"
-    found = i.calibrate(given.path("records"), observed.path("records"), path, PINS)
+    found = CASE.calibrate(results, path)
     arms = ["rebuild", "integrated"]
-    results |= {job.name: done(job, folder) for job in CASE.integration(path, arms)}
+    results |= {job.name: done(job, folder) for job in CASE.integration(found, arms)}
     elsewhere = dict(decode_numerics=str(replace(KNOWN, contraction="none")))
     wrong = CASE.job("per_op", "in_graph__opaque_reference", **elsewhere)
     results[wrong.name] = done(wrong, folder)
@@ -182,7 +190,7 @@ def integrated(tmp_path_factory):
 def test_the_calibrated_arm_is_the_baseline_bit_for_bit(integrated):
     found, results = integrated
     assert found.found("decode").numerics.rounding == "per_op"
-    outcomes = i.outcomes(CASE, results)
+    outcomes = i.outcomes(CASE, results, i.compare(CASE, results))
     assert list(outcomes) == ["control", "rebuild", "integrated", "per_op"]
     for arm in ("control", "rebuild", "integrated"):
         assert outcomes[arm].same, str(outcomes[arm])
@@ -207,9 +215,35 @@ def test_the_arm_took_its_numerics_from_the_file_it_checked(integrated):
     assert result.expected["prefill"] > 0
 
 
+def test_jobs_that_failed_calibrate_nothing(integrated, tmp_path):
+    _, results = integrated
+    lost = results["compact-random.captured"].model_copy(update={"error": "died", "files": {}})
+    found = CASE.calibrate(results | {lost.job.name: lost}, tmp_path / "calibration.json")
+    verdict, why = found.verdict("decode", 1)
+    assert (verdict, found.found("decode")) == ("INCONCLUSIVE", None)
+    assert "compact-random.captured has no 'records'" in why
+    assert "died" in why
+
+
+def test_the_floor_may_be_that_of_another_notebook():
+    def measured(value, n):
+        return Measurement(metric="records_differing", labels={"arm": "rebuild"}, value=value, n=n)
+
+    five = Evidence(notebook="05", run="complete", measurements=[measured(0, 96)])
+    assert i.floor_of(five) == i.Outcome("rebuild", records_total=96)
+    assert i.floor_of(five).same
+    assert not i.floor_of(five.model_copy(update={"measurements": [measured(28, 96)]})).same
+    for other in (
+        five.model_copy(update={"measurements": []}),
+        Evidence(notebook="05", run="not_run"),
+    ):
+        assert "none of 05" in i.floor_of(other).error
+        assert not i.floor_of(other).same
+
+
 def test_an_arm_with_a_stale_calibration_does_not_start(integrated, tmp_path):
     found, _ = integrated
-    (job,) = CASE.integration(found.path, ["integrated"])
+    (job,) = CASE.integration(found, ["integrated"])
     stale = job.model_copy(update={"pins": Pins(first_traced=7)})
     with pytest.raises(StaleCalibration, match=r"pins\.first_traced was 6, is 7"):
         done(stale, tmp_path)
@@ -221,7 +255,8 @@ def test_an_arm_with_a_stale_calibration_does_not_start(integrated, tmp_path):
 def test_a_failed_arm_is_told_apart_from_one_that_differs(integrated):
     _, results = integrated
     failed = results["compact-random.integrated"].model_copy(update={"error": "died"})
-    outcomes = i.outcomes(CASE, results | {"compact-random.integrated": failed})
+    results = results | {"compact-random.integrated": failed}
+    outcomes = i.outcomes(CASE, results, i.compare(CASE, results))
     assert outcomes["integrated"].error == "compact-random.integrated: died"
     assert i.exact(outcomes["integrated"], outcomes["rebuild"])[0] == "INCONCLUSIVE"
     assert outcomes["rebuild"].same
@@ -229,9 +264,10 @@ def test_a_failed_arm_is_told_apart_from_one_that_differs(integrated):
 
 def test_bits_and_times_come_from_one_process(integrated, tmp_path):
     found, _ = integrated
-    job = CASE.timed(found.path, samples=2, steps=1)
+    numerics = found.found("decode").numerics
+    job = CASE.timed(numerics, samples=2, steps=1)
     assert [beside.name for beside in job.beside] == ["control", "integrated", "default"]
-    assert job.beside[1].decode_numerics == str(found.found("decode").numerics)
+    assert job.beside[1].decode_numerics == str(numerics)
     assert job.beside[2].pins == Pins()
     # Without a device: the reference in the kernel's place.
     body = "in_graph__opaque_reference"
@@ -316,6 +352,7 @@ def test_nothing_predicted_is_no_scale():
 
 def test_arms_whose_numerics_are_wrong_on_purpose():
     assert i.per_op(KNOWN).rounding == "per_op"
+    assert i.as_table({"rebuild": FINE}).loc["rebuild", "records"] == "0 of 8"
     for tree in (Reduction(32, 2), Reduction(16, 4)):
         changed = i.other_tree(Numerics("storage", tree, "sin", Reduction(16, 2, 2)))
         assert (changed.rounding, changed.contraction) == ("storage", "sin")
@@ -327,5 +364,27 @@ def test_tokens_to_feed_are_the_same_for_every_arm():
     assert tokens == i.random_tokens(dict(lengths=[3, 5], new_tokens=4), 64, 0)
     assert tokens.keys() == {"T3", "T5"}
     assert all(len(row) == 4 and max(row) < 64 for row in tokens.values())
+    few = dict(lengths=[3, 5], new_tokens=4, request_ids=["T5"])
+    assert i.random_tokens(few, 64, 0) == {"T5": tokens["T5"]}
+
+
+def test_calibration_on_other_requests_has_a_baseline_of_its_own(tmp_path):
+    few = SERVED | {"request_ids": ["T9"]}
+    part, other = (
+        replace(CASE, calibrated_on=few),
+        replace(CASE, calibrated_on=SERVED | {"lengths": [7]}),
+    )
+    assert [job.name.split(".")[1] for job in part.observation()] == ["baseline", "captured"]
+    assert [list(job.forced) for job in part.observation()] == [["T9", "T4"], ["T9"]]
+    jobs = {job.name.split(".")[1]: job for job in other.observation()}
+    assert list(jobs) == ["baseline", "observed", "captured"]
+    assert jobs["observed"].forced == jobs["captured"].forced
+    results = {name: JobResult(job=job, folder=tmp_path) for name, job in jobs.items()}
+    named = {one.job.name: one for one in results.values()}
+    assert other.observed(named) == (results["captured"], results["observed"])
+    assert part.observed(named) == (results["captured"], results["baseline"])
+
+
+def test_vocabularies_of_the_models():
     assert i.Case("compact", PINS, {}).vocabulary == 2048
     assert i.Case("article", PINS, {}).vocabulary == 4096

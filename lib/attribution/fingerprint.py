@@ -22,7 +22,7 @@ from fusion_evidence.kernels.shapes import AttentionShape
 from fusion_evidence.lib.attribution.calibration import Fit, fit
 from fusion_evidence.lib.attribution.records import Place, RecordFile
 from fusion_evidence.lib.measure.compare import Comparison, compare, upper_bound
-from fusion_evidence.lib.measure.inputs import Inputs
+from fusion_evidence.lib.measure.inputs import Inputs, run
 from fusion_evidence.lib.service.model import rotary_table
 
 Graph = Literal["prefill", "decode"]
@@ -106,8 +106,21 @@ def fingerprint(
     Raises:
         ValueError: not such files, or no layer has the same V in both.
     """
-    shape = RecordFile(inputs).shape
     captured = capture(inputs, observed, graph, device)
+    shape = RecordFile(inputs).shape
+    return identify(captured, graph, shape, reductions=reductions, batch=batch, reject=reject)
+
+
+def identify(
+    captured: Mapping[int, Rows],
+    graph: Graph,
+    shape: AttentionShape,
+    *,
+    reductions: Sequence[Reduction] | None = None,
+    batch: int = 1024,
+    reject: int = 1,
+) -> Fingerprint:
+    """`fingerprint` of what `capture` has read."""
     layers, rows = tuple(captured), list(captured.values())
     tables = _tables(rows[0][0], shape)
     fits = {
@@ -120,8 +133,9 @@ def fingerprint(
     found = dict.fromkeys(ways, Comparison())
     for one, outputs in _batches(rows, tables[name], batch):
         for way in ways:
-            q, k, *_ = reference.qkv_prologue(*one.args(), shape, way)
-            found[way] = found[way] + compare(q, outputs["q"]) + compare(k, outputs["k"])
+            made = run(reference.qkv_prologue, one, shape, way)
+            for side in ("q", "k"):
+                found[way] = found[way] + compare(made[side], outputs[side])
     others = [*fits[name][1:], *(Fit(w, found[w].mismatches, found[w].elements) for w in ways[1:])]
     return Fingerprint(
         graph=graph,

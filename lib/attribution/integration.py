@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import json
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fusion_evidence.kernels import fused, reference
@@ -35,13 +37,14 @@ from fusion_evidence.lib.attribution.calibrated import (
     Revalidation,
     StaleCalibration,
 )
-from fusion_evidence.lib.attribution.factorial import Recording
-from fusion_evidence.lib.attribution.fingerprint import Fingerprint, Rows, capture, fingerprint
+from fusion_evidence.lib.attribution.factorial import Compared, Recording
+from fusion_evidence.lib.attribution.fingerprint import Fingerprint, Rows, capture, identify
 from fusion_evidence.lib.attribution.records import RecordFile
 from fusion_evidence.lib.measure.inputs import Inputs
 from fusion_evidence.lib.measure.machine import Machine, detect
-from fusion_evidence.lib.measure.primitive import in_batches
+from fusion_evidence.lib.measure.primitive import in_batches, own_arms, time_arms
 from fusion_evidence.lib.measure.timing import Timing
+from fusion_evidence.lib.report.evidence import Evidence
 from fusion_evidence.lib.service.arms import Pins
 from fusion_evidence.lib.service.jobs import Beside, Job, JobResult, Tokens
 from fusion_evidence.lib.service.model import ModelConfig
@@ -62,11 +65,12 @@ class Case:
     """One model to integrate into, and the requests it is tried on.
 
     model: as in `Job`. served: of `Job`, which requests and how many tokens. calibrated_on: the same of
-    the requests to calibrate on; None: the served ones. A recording is fed random tokens, which vary more
-    than a model's own; a free pass gives the texts.
+    the requests to calibrate on, some of the served ones or others; None: all of the served ones. A
+    recording is fed random tokens, which vary more than a model's own; a free pass gives the texts.
 
     on_device: the fused kernel runs; else the reference stands for it, with the same bits.
     opaque: the arm whose inputs are captured; the nearer to the baseline, the more of them are its own.
+    options: further fields of every `Job`.
     """
 
     model: str
@@ -75,6 +79,7 @@ class Case:
     calibrated_on: Mapping[str, Any] | None = None
     on_device: bool = True
     opaque: str = "opaque_compiled__opaque_compiled"
+    options: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
 
     def name(self, arm: str) -> str:
@@ -91,63 +96,77 @@ class Case:
         folder = COMPACT if self.model == "compact" else Path(self.model)
         return int(json.loads((folder / "config.json").read_text())["vocab_size"])
 
-    def job(self, name: str, arm: str, *, calibrating: bool = False, **options: Any) -> Job:
-        """A recorded job of this case."""
-        requests = self.calibrated_on if calibrating and self.calibrated_on else self.served
+    def job(
+        self, name: str, arm: str, requests: Mapping[str, Any] | None = None, **options: Any
+    ) -> Job:
+        """A recorded job of this case, of the served ``requests`` if it is not given others."""
+        requests = requests or self.served
         forced = random_tokens(requests, self.vocabulary, self.seed)
         settings: dict[str, Any] = dict(pins=self.pins, seed=self.seed, passes=["free"])
-        settings |= {"model": self.model, **requests, **options}
+        settings |= {"model": self.model, **self.options, **requests, **options}
         (made,) = factorial.jobs([arm], forced, **settings)
         return made.model_copy(update={"name": self.name(name)})
 
+    @property
+    def apart(self) -> bool:
+        """The requests to calibrate on are others than those that are served."""
+        chosen = self.calibrated_on or self.served
+        return not set(names(chosen)) <= set(names(self.served))
+
     def observation(self) -> list[Job]:
         """The baseline, and what it takes to calibrate: the same tokens with the inputs seen."""
+        chosen = self.calibrated_on or self.served
+        only: dict[str, Any] = dict(requests=chosen, passes=[], logits=False)
         jobs = [self.job("baseline", "baseline", passes=["free", "free"], recordings=["again"])]
-        only: dict[str, Any] = dict(calibrating=True, passes=[], logits=False)
-        if self.calibrated_on:
+        if self.apart:
             jobs.append(self.job("observed", "baseline", **only))
         jobs.append(self.job("captured", self.opaque, record_inputs=True, **only))
         return jobs
 
     def observed(self, results: Mapping[str, JobResult]) -> tuple[JobResult, JobResult]:
         """Of `observation`: the run with the inputs, and the baseline's run of the same tokens."""
-        baseline = "observed" if self.calibrated_on else "baseline"
+        baseline = "observed" if self.apart else "baseline"
         return results[self.name("captured")], results[self.name(baseline)]
 
-    def integration(self, calibration: Path, arms: Sequence[str]) -> list[Job]:
-        """The arms to hold against the baseline, of those `ARMS` knows; ``rebuild`` first.
+    def calibrate(self, results: Mapping[str, JobResult], path: Path) -> Calibrated:
+        """`calibrate` from the jobs of `observation`, or their errors."""
+        try:
+            inputs, observed = (one.path("records") for one in self.observed(results))
+        except ValueError as error:
+            return Calibrated(path, {}, dict.fromkeys(GRAPHS, str(error)), 0.0)
+        return calibrate(inputs, observed, path, self.pins)
 
-        StaleCalibration: there is no calibration of decode.
-        """
-        file = CalibrationFile.load(calibration)
-        if "decode" not in file.graphs:
-            raise StaleCalibration(f"{calibration} has no calibration of decode: none was found")
-        decode = file.graphs["decode"].numerics
+    def integration(self, calibrated: Calibrated, arms: Sequence[str]) -> list[Job]:
+        """The arms to hold against the baseline, of those in `ARMS`; those alone that need no calibration
+        which was not found."""
+        file = {"calibration": str(calibrated.path)}
         body = "in_graph__fused" if self.on_device else "in_graph__opaque_reference"
-        known: dict[str, tuple[str, dict[str, Any]]] = {
-            "rebuild": ("rebuild", {}),
-            "integrated": (body, {"calibration": str(calibration)}),
-            "per_op": (body, {"decode_numerics": str(per_op(decode))}),
-            "other_tree": (body, {"decode_numerics": str(other_tree(decode))}),
-            "opaque_eager__fused": ("opaque_eager__fused", {"calibration": str(calibration)}),
-            "opaque_fused__fused": ("opaque_fused__fused", {"calibration": str(calibration)}),
-        }
-        return [self.job(arm, known[arm][0], **known[arm][1]) for arm in arms]
+        known: dict[str, tuple[str, dict[str, str]]] = {"rebuild": ("rebuild", {})}
+        if decode := calibrated.found("decode"):
+            known |= {
+                "integrated": (body, file),
+                "per_op": (body, {"decode_numerics": str(per_op(decode.numerics))}),
+                "other_tree": (body, {"decode_numerics": str(other_tree(decode.numerics))}),
+                "opaque_eager__fused": ("opaque_eager__fused", file),
+            }
+            if calibrated.found("prefill"):
+                known["opaque_fused__fused"] = ("opaque_fused__fused", file)
+        chosen = [(arm, *known[arm]) for arm in arms if arm in known]
+        return [self.job(arm, compiled, None, **options) for arm, compiled, options in chosen]
 
-    def timed(self, calibration: Path, *, samples: int, steps: int) -> Job:
+    def timed(self, decode: Numerics, *, samples: int, steps: int) -> Job:
         """One process that decodes the same tokens through each arm and times all of them in turn.
 
         Beside the baseline: itself compiled once more (A/A), ``integrated``, and ``default``, the
         baseline without pins, which is what users run today.
         """
-        decode = CalibrationFile.load(calibration).graphs["decode"].numerics
         beside = [
             Beside(name="control", arm="baseline"),
             Beside(name="integrated", arm="integrated", decode_numerics=str(decode)),
             Beside(name="default", arm="baseline", pins=Pins()),
         ]
         timing: dict[str, Any] = dict(decode_samples=samples, decode_steps=steps, beside=beside)
-        return self.job("timed", "baseline", record="none", passes=["free"], **timing)
+        return self.job("timed", "baseline", record="none", **timing)
 
 
 ARMS = {
@@ -164,13 +183,19 @@ ON_ANY_MACHINE = ("rebuild", "integrated", "per_op", "other_tree")
 """Those of `ARMS` that the reference can stand for."""
 
 
+def names(requests: Mapping[str, Any]) -> list[str]:
+    """Ids of the requests that ``requests``, fields of `Job`, ask for."""
+    return requests.get("request_ids") or [f"T{length}" for length in requests["lengths"]]
+
+
 def random_tokens(requests: Mapping[str, Any], vocabulary: int, seed: int) -> Tokens:
-    """Tokens to feed each request that ``requests``, fields of `Job`, names."""
-    names = requests.get("request_ids") or [f"T{length}" for length in requests["lengths"]]
-    draw = torch.Generator().manual_seed(seed + 1)
-    size = (len(names), requests["new_tokens"])
-    rows = torch.randint(vocabulary, size, generator=draw).tolist()
-    return dict(zip(names, rows, strict=True))
+    """Tokens to feed each of them, its own whichever others there are."""
+
+    def draw(name: str) -> list[int]:
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + seed)
+        return torch.randint(vocabulary, (requests["new_tokens"],), generator=generator).tolist()
+
+    return {name: draw(name) for name in names(requests)}
 
 
 def per_op(numerics: Numerics) -> Numerics:
@@ -209,7 +234,23 @@ class Calibrated:
 
     def found(self, graph: Graph) -> GraphCalibration | None:
         """The graph's calibration, if there is one."""
-        return self.file.graphs.get(graph)
+        return self.file.graphs.get(graph) if graph in self.prints else None
+
+    def facts(self, graph: Graph) -> dict[str, str | int | float]:
+        """What was found, by name; nothing if there is no calibration."""
+        if (found := self.found(graph)) is None:
+            return {}
+        numerics, (q, k) = found.numerics, found.numerics.reductions
+        return {
+            "rounding": numerics.rounding,
+            "reduction": str(q) if q == k else f"Q {q}, K {k}",
+            "contraction": numerics.contraction,
+            "elements": found.elements,
+            "bound": found.bound,
+            "rejected": len(found.rejected),
+            "fewest_mismatches": min((one.mismatches for one in found.rejected), default=0),
+            "alike": len(found.alike),
+        }
 
     def verdict(self, graph: Graph, least: int) -> tuple[str, str]:
         """Of the claim that ``graph`` has one calibration, of ``least`` elements or more."""
@@ -248,9 +289,8 @@ def calibrate(
     sample: dict[Graph, dict[int, Rows]] = {}
     for graph in GRAPHS:
         try:
-            found = fingerprint(inputs, observed, graph, device=device, reject=ENOUGH)
             sample[graph] = capture(inputs, observed, graph, device)
-            prints[graph] = found
+            prints[graph] = identify(sample[graph], graph, shape, reject=ENOUGH)
         except ValueError as error:
             errors[graph] = str(error)
     graphs: dict[Graph, GraphCalibration] = {
@@ -378,6 +418,35 @@ def start_up(
     return file, found
 
 
+def refusals(calibration: Path, pins: Pins, graph: Graph = "decode") -> dict[str, str]:
+    """What `start_up` says to a file from elsewhere, and to a sample with one bit flipped, by what was
+    changed; nothing, where it takes no notice."""
+    file, said = CalibrationFile.load(calibration), {}
+    foreign: dict[str, dict[str, Any]] = {
+        "another torch": {"versions": {**file.versions, "torch": "elsewhere"}},
+        "another machine": {"machine": "elsewhere"},
+        "another device": {"arch": "elsewhere"},
+        "another shape": {"shape": replace(file.shape, eps=1e-5)},
+        "another pin": {"pins": {**file.pins, "first_traced": pins.first_traced + 1}},
+        "one flipped bit": {},
+    }
+    sample = load_file(sample_path(calibration))
+    q = sample[f"{graph}/{min(int(n.split('/')[1]) for n in sample if n.startswith(graph))}/q"]
+    for what, update in foreign.items():
+        with TemporaryDirectory() as folder:
+            path = Path(folder) / "calibration.json"
+            file.model_copy(update=update).save(path)
+            if not update:
+                q.view(torch.int16)[-1, -1, 3] ^= 1
+            save_file(sample, sample_path(path))
+            try:
+                start_up(path, file.shape, pins, [graph])
+                said[what] = ""
+            except StaleCalibration as refusal:
+                said[what] = str(refusal)
+    return said
+
+
 def _recorded(
     rows: Sequence[Rows],
 ) -> tuple[Callable[[Inputs], Mapping[str, Tensor]], Iterator[Inputs]]:
@@ -429,35 +498,38 @@ class Outcome:
         return said + (f"; first {self.first}" if self.first else "")
 
 
-def outcomes(case: Case, results: Mapping[str, JobResult], workers: int = 1) -> dict[str, Outcome]:
-    """``control``, the baseline's second pass and recording, and every arm of ``results``."""
-    prefix = case.name("")
-    of_case = {
-        name.removeprefix(prefix): result
-        for name, result in results.items()
-        if name.startswith(prefix)
-    }
-    baseline = of_case["baseline"]
-    arms = {name: of_case[name] for name in ARMS if name in of_case}
+def compare(case: Case, results: Mapping[str, JobResult], workers: int = 1) -> dict[str, Compared]:
+    """The records and logits of ``control``, the baseline's second recording, and of every arm of
+    ``results``, held against the baseline's."""
+    baseline = results[case.name("baseline")]
     pairs = {"control": (Recording(baseline), Recording(baseline, 2))}
-    pairs |= {name: (Recording(baseline), Recording(arm)) for name, arm in arms.items()}
-    compared = factorial.compare(pairs, workers=workers)
-    rows = factorial.table(compared).set_index("arm")
+    pairs |= {
+        arm: (Recording(baseline), Recording(results[case.name(arm)]))
+        for arm in ARMS
+        if case.name(arm) in results
+    }
+    return factorial.compare(pairs, workers=workers)
+
+
+def outcomes(
+    case: Case, results: Mapping[str, JobResult], compared: Mapping[str, Compared]
+) -> dict[str, Outcome]:
+    """Of what `compare` found, with the texts of the free passes."""
+    baseline = results[case.name("baseline")]
     found = {}
-    for name, row in rows.iterrows():
-        other = arms.get(str(name), baseline)
-        error = baseline.error or other.error or row["error"]
-        if error:
-            found[str(name)] = Outcome(str(name), error=f"{other.job.name}: {error}")
+    for name, row in factorial.table(compared).set_index("arm").iterrows():
+        arm = str(name)
+        other = results.get(case.name(arm), baseline)
+        if error := baseline.error or other.error or row["error"]:
+            found[arm] = Outcome(arm, error=f"{other.job.name}: {error}")
             continue
-        texts = _texts(baseline, other)
-        found[str(name)] = Outcome(
-            str(name),
+        found[arm] = Outcome(
+            arm,
             int(row["records_differing"]),
             int(row["records_total"]),
             int(row["logits_differing"]),
             int(row["logits_total"]),
-            *texts,
+            *_texts(baseline, other),
             first=row["first"],
         )
     return found
@@ -487,6 +559,33 @@ def exact(outcome: Outcome, floor: Outcome) -> tuple[str, str]:
     return "FAIL", f"{outcome}; rebuild: {floor}"
 
 
+def floor_of(evidence: Evidence) -> Outcome:
+    """The rebuild that notebook 05 made on this machine, where this one makes none."""
+    found = evidence.select("records_differing", arm="rebuild")
+    if evidence.run != "complete" or not found or found[0].n is None:
+        reason = evidence.reason or "it made no rebuild"
+        return Outcome(
+            "rebuild", error=f"no rebuild here, and none of {evidence.notebook}: {reason}"
+        )
+    return Outcome("rebuild", records=int(str(found[0].value)), records_total=found[0].n)
+
+
+def as_table(found: Mapping[str, Outcome]) -> pd.DataFrame:
+    """One row per arm: what it is, and what differs of how much."""
+    rows = [
+        {
+            "arm": arm,
+            "what": ARMS.get(arm, "the baseline again, in its process"),
+            "records": f"{one.records:,} of {one.records_total:,}",
+            "logits": f"{one.logits:,} of {one.logits_total:,}",
+            "texts": f"{one.texts} of {one.texts_total}",
+            "first difference, in": one.error or one.first,
+        }
+        for arm, one in found.items()
+    ]
+    return pd.DataFrame(rows).set_index("arm")
+
+
 def timed_outcomes(timed: JobResult) -> dict[str, Outcome]:
     """The arms that a timed job decoded beside its own, held against it: logits of replayed decode."""
     found = {}
@@ -508,6 +607,26 @@ def timed_outcomes(timed: JobResult) -> dict[str, Outcome]:
 
 
 # --- what it saves
+
+
+def primitive_times(
+    shape: AttentionShape, numerics: Numerics, pins: Pins, *, samples: int, seed: int
+) -> dict[str, dict[str, Timing]]:
+    """``hot`` and ``cold`` times of the kernel and of the region compiled alone, at T = 1, under pins.
+
+    RuntimeError: there is no device.
+    """
+    machine = detect()
+    if machine.device == "cpu":
+        raise RuntimeError("the kernel has no time on a CPU: Triton's interpreter says nothing")
+    found = {}
+    for cache in ("hot", "cold"):
+        with pins.apply():
+            arms = own_arms(fused.qkv_prologue, shape, numerics, machine, with_eager=False)
+            found[cache] = time_arms(
+                arms, shape, 1, machine, cold=cache == "cold", seed=seed, samples=samples
+            )
+    return found
 
 
 @dataclass(frozen=True)
