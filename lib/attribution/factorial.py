@@ -40,6 +40,9 @@ DECODE = ("in_graph", "opaque_eager", "opaque_compiled", "fused")
 FACTORIAL = tuple(f"{p}__{d}" for p in PREFILL for d in DECODE if (p, d) != ("in_graph",) * 2)
 """Its cells, without the baseline's own."""
 
+FITTED = ("calibrated", "other_tree", "casts_per_op", "casts_storage", "emulated_fallback")
+"""Arms with numerics that were found: the baseline's, with one thing of them changed, the fallback's."""
+
 UNPINNED: dict[str, Any] = {
     "deterministic": False,
     "sdpa": "default",
@@ -176,9 +179,10 @@ class Plan:
         ]
         return [*rebuilds, *cells, *without_one, *padded, *faults]
 
-    def fitted(self, tokens: Tokens, sides: Mapping[str, Numerics], arm: str) -> list[Job]:
-        """The operator with numerics that were found: of the baseline, with one thing of them changed,
-        and of the fallback.
+    def fitted(
+        self, tokens: Tokens, sides: Mapping[str, Numerics | None], arm: str, wanted: Sequence[str]
+    ) -> list[Job]:
+        """The operator with numerics that were found: those ``wanted`` of `FITTED`, as far as they were.
 
         sides: ``baseline_prefill``, ``baseline_decode``, ``fallback_prefill``, ``fallback_decode``.
         arm: of all of them; one that has declared numerics in both graphs.
@@ -202,7 +206,7 @@ class Plan:
         return [
             self._short(name, arm, tokens, prefill_numerics=str(p), decode_numerics=str(d))
             for name, (p, d) in ways.items()
-            if p is not None and d is not None
+            if name in wanted and p is not None and d is not None
         ]
 
     def alone(self, tokens: Tokens) -> list[Job]:
@@ -217,9 +221,9 @@ class Plan:
             for pin in self.unpinned
             if pin in ("deterministic", "sdpa")
         ]
-        samples: dict[str, Any] = dict(decode_samples=self.decode_samples)
         if not self.decode_samples:
-            return []
+            return [self._short(UNRECORDED, BASELINE, tokens, record="none")]
+        samples: dict[str, Any] = dict(decode_samples=self.decode_samples)
         found = [self._short(UNRECORDED, BASELINE, tokens, record="none", beside=beside, **samples)]
         if "workspace" in self.unpinned:
             name, pins = "without_workspace", without("workspace")
@@ -306,7 +310,13 @@ class Compared:
         return Compared(self.records[prefill if graph == "prefill" else ~prefill])
 
     def __str__(self) -> str:
-        return self.error or f"{self.differing:,} of {self.total:,} records differ"
+        if self.error:
+            return self.error
+        text = f"{self.differing:,} of {self.total:,} records differ"
+        if self.differing and not self.records["mismatches"].isna().any():
+            share = self.records["mismatches"].sum() / self.records["elements"].sum()
+            text += f" ({share:.2g} of all elements)"
+        return text
 
 
 @dataclass(frozen=True)

@@ -181,8 +181,10 @@ def judge(suspect: Suspect, compared: Mapping[str, Compared], floor: int) -> Jud
 def differs(name: str, compared: Mapping[str, Compared], least: int | None) -> tuple[Verdict, str]:
     """Does an arm differ by more than the floor?"""
     found = compared.get(name)
-    if found is None or found.error:
-        return Verdict.INCONCLUSIVE, found.error if found else "it was not run"
+    if found is None:
+        return Verdict.NOT_RUN, f"{name} was not run"
+    if found.error:
+        return Verdict.INCONCLUSIVE, f"{name}: {found.error}"
     if found.differing and (least is None or found.differing <= least):
         return Verdict.INCONCLUSIVE, f"{found}; {_floor(least)}"
     return (Verdict.PASS if found.differing else Verdict.FAIL), f"{found}; {_floor(least)}"
@@ -303,10 +305,11 @@ def _worst(verdicts: Sequence[Verdict]) -> Verdict:
     return min(verdicts, key=order.index)
 
 
-def compiled_arm(names: Iterable[str]) -> str | None:
-    """The arm whose only change is the boundary: compiled behind the operator, in both graphs or one."""
-    known = set(names)
-    return next((a for a in (COMPILED, "opaque_compiled__in_graph") if a in known), None)
+def compiled_arm(names: Iterable[str]) -> str:
+    """The arm whose only change is the boundary: compiled behind the operator, in both graphs, or in
+    prefill's where there is no other."""
+    known, half = set(names), "opaque_compiled__in_graph"
+    return half if half in known and COMPILED not in known else COMPILED
 
 
 def explained(
@@ -406,17 +409,25 @@ def finding(
     least: the floor. between: the pairs of the suspects and of fused against fallback.
     """
     said = [_fixed_point(machine, least)]
-    baseline_like = compared.get(FALLBACK_ONLY)
-    prefill, decode = compared.get("opaque_eager__in_graph"), compared.get("in_graph__opaque_eager")
-    if baseline_like is not None and not baseline_like.error:
+    forced = compared.get(FALLBACK_ONLY)
+    if forced is not None and not forced.error:
+        drifts = forced.differing > (least or 0)
         said.append(
-            "With the fallback forced at every T, so that no fused kernel runs, "
-            f"{baseline_like}: the fused kernel is not needed for the drift."
+            f"With the fallback forced at every T, so that no fused kernel runs, {forced}: "
+            + (
+                "the kernel is not needed for the drift."
+                if drifts
+                else "there is no drift to explain."
+            )
         )
-    if prefill is not None and decode is not None and not (prefill.error or decode.error):
+    alone = {"prefill": "opaque_eager__in_graph", "decode": "in_graph__opaque_eager"}
+    moved = {graph: compared[arm] for graph, arm in alone.items() if arm in compared}
+    if len(moved) == 2 and not any(one.error for one in moved.values()):
+        text = ", ".join(f"at {graph} {one}" for graph, one in moved.items())
+        both = all(one.differing > (least or 0) for one in moved.values())
         said.append(
-            f"The fallback moves both graphs, each alone: at prefill {prefill}, at decode {decode}. So "
-            "forcing it at T = 1 too changes what it was meant to clear."
+            f"The eager fallback in one graph alone: {text}."
+            + (" Forcing it at T = 1 too moves what it was meant to clear." if both else "")
         )
     for name, one in between.items():
         if name.endswith(("__fused", "__opaque_reference")) and not one.error:
