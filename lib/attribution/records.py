@@ -349,8 +349,9 @@ def differing(frame: pd.DataFrame) -> int:
 class Divergence:
     """The first difference: of all tensors that differ, the one with the least (step, layer).
 
-    index, ulp: of the first differing element, and the largest distance in that tensor; with mismatches
-    None of hashes. tensors: which of q, k and v of that record differ.
+    index, ulp, pair_ulps: of the first differing element, and the largest distance in that tensor, also
+    in ULP of the rotated pair; with mismatches None of hashes. tensors: which of q, k and v of that
+    record differ.
     """
 
     request: str
@@ -359,6 +360,7 @@ class Divergence:
     tensor: str
     index: tuple[int, ...] | None
     ulp: int | None
+    pair_ulps: float | None
     mismatches: int | None
     elements: int
     tensors: tuple[str, ...]
@@ -369,11 +371,13 @@ class Divergence:
         return "v" not in self.tensors
 
     def __str__(self) -> str:
-        call = "prefill" if self.step == 0 else f"decode step {self.step}"
-        text = f"{self.tensor.upper()} of layer {self.layer} in the {call} of {self.request}"
+        call = "the prefill" if self.step == 0 else f"decode step {self.step}"
+        text = f"{self.tensor.upper()} of layer {self.layer} in {call} of {self.request}"
         if self.mismatches is not None:
             text += f": {self.mismatches:,} of {self.elements:,} elements differ"
             text += f", the first at {self.index}, by at most {self.ulp:,} ULP"
+            if self.tensor != "v":  # near zero an element's own ULP says little
+                text += f" ({self.pair_ulps:.1f} of the rotated pair)"
         if self.same_projection:
             return text + "; V is equal, so the projection is and the prologue is not"
         if self.tensor == "q":
@@ -397,6 +401,7 @@ def first_divergence(frame: pd.DataFrame) -> Divergence | None:
         tensor=first["tensor"],
         index=first["first_index"] if known else None,
         ulp=int(first["max_ulp"]) if known else None,
+        pair_ulps=float(first["pair_ulps"]) if known else None,
         mismatches=int(first["mismatches"]) if known else None,
         elements=int(first["elements"]),
         tensors=tuple(found[same]["tensor"]),
