@@ -244,8 +244,11 @@ def record_endpoint(
 ) -> None:
     """Record ``tpot`` by stat, and ``ttft`` by stat and part, of which ``all`` is the whole; in ms.
 
-    run: ``free`` or ``forced``, a label. not_comparable: why these times compare with no others.
+    run: ``free`` or ``forced``, a label. not_comparable: why these times compare with no others. Nothing is
+    recorded of nothing.
     """
+    if not any(reply.completed for reply in replies):
+        return
     for row in summarize(replies).itertuples():
         if str(row.metric) in _ENDPOINT:
             metric, labels = _ENDPOINT[str(row.metric)]
