@@ -65,7 +65,7 @@ def arm_jobs(
             are compiled once more and take turns with it; 0: none.
         common: further fields of every `Job`.
     """
-    arm = dict(arm=candidate, decode_numerics=decode_numerics)
+    arm: dict[str, Any] = dict(arm=candidate, decode_numerics=decode_numerics)
     once: list[Any] = ["free", *["forced"] * forced_passes]
     return [
         Job(
@@ -218,7 +218,8 @@ def excerpt(
     if at is None:
         raise ValueError(f"{one.id}: the tokens are the same")
     common = decode(one.tokens[max(0, at - before) : at])
-    return common, *(decode(reply.tokens[at : at + after]) for reply in (one, other))
+    ours, theirs = (decode(reply.tokens[at : at + after]) for reply in (one, other))
+    return common, ours, theirs
 
 
 # --- times
@@ -340,7 +341,7 @@ def predicted_saving(primitive: Evidence, shape_name: str, layers: int) -> Predi
         return Prediction(why=f"notebook 01: bits_compiled is {exact.verdict.value}: {exact.why}")
     own = str(primitive.parameters.get("shape_name"))
     for name in dict.fromkeys((shape_name, own)):
-        wanted = dict(T=1, cache="cold", positions="3d", shape=name)
+        wanted: dict[str, Any] = dict(T=1, cache="cold", positions="3d", shape=name)
         found = {
             impl: primitive.select("time", impl=impl, **wanted) for impl in ("compiled", "fused")
         }
