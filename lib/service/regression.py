@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pandas as pd
 
@@ -31,6 +31,7 @@ from fusion_evidence.lib.service.metrics import (
 )
 
 BASELINE, CONTROL, REBUILD = "baseline", "control", "rebuild"
+Kind = Literal["free", "forced"]
 TTFT_PARTS = ("queue", "first_call", "prefill")
 
 
@@ -66,17 +67,18 @@ def arm_jobs(
         common: further fields of every `Job`.
     """
     arm: dict[str, Any] = dict(arm=candidate, decode_numerics=decode_numerics)
-    once: list[Any] = ["free", *["forced"] * forced_passes]
+    own: list[Kind] = ["free"]
+    forced: list[Kind] = ["forced"] * forced_passes
     return [
         Job(
             name=BASELINE,
-            passes=["free", *once, *["forced"] * forced_passes],
+            passes=[*own, *own, *forced, *forced],
             decode_samples=decode_samples,
             beside=[Beside(name=CONTROL), Beside(name=candidate, **arm)],
             **common,
         ),
-        Job(name=REBUILD, arm=REBUILD, passes=once, **common),
-        Job(name=candidate, passes=once, **arm, **common),
+        Job(name=REBUILD, arm=REBUILD, passes=[*own, *forced], **common),
+        Job(name=candidate, passes=[*own, *forced], **arm, **common),
     ]
 
 
