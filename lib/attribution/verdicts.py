@@ -26,6 +26,7 @@ from fusion_evidence.lib.attribution.factorial import (
 )
 from fusion_evidence.lib.attribution.fingerprint import Fingerprint, fingerprint
 from fusion_evidence.lib.measure.timing import Timing
+from fusion_evidence.lib.report import article
 from fusion_evidence.lib.report.evidence import Verdict
 from fusion_evidence.lib.service.arms import Arm
 from fusion_evidence.lib.service.jobs import JobResult
@@ -221,6 +222,20 @@ def explain(
     return "; ".join(map(str, known)) or "no generated code was kept"
 
 
+def cause(one: JobResult, other: JobResult, found: Compared, suffix: str = "") -> str:
+    """Where a difference between two compilations of one program can come from; empty: there is none."""
+    if found.error or not found.differing:
+        return ""
+    graphs = ("prefill", "decode")
+    known = [code_difference(one.graphs, other.graphs, graph, suffix) for graph in graphs]
+    if all(difference is not None and difference.same for difference in known):
+        return (
+            "source, configurations and machine code of all generated kernels are equal, so it arises "
+            "outside them, in library kernels such as matrix products"
+        )
+    return explain(one, other, suffix)
+
+
 def recompiled(results: Mapping[str, JobResult]) -> dict[str, tuple[Pair, str]]:
     """Each further compilation inside a rebuild's process, to compare with the baseline, and what of its
     code differs from it; by name, ``recompiled_2``, ..."""
@@ -403,12 +418,17 @@ def finding(
     prints: Mapping[str, Fingerprint | str],
     judgements: Sequence[Judgement],
     tokens: pd.DataFrame,
+    unstable: Mapping[str, str] = {},
 ) -> list[str]:
     """What is due to what on this machine, in sentences made of the figures.
 
-    least: the floor. between: the pairs of the suspects and of fused against fallback.
+    least: the floor. between: the pairs of the suspects and of fused against fallback. unstable: what
+    differs from the baseline though it is one, and its `cause`.
     """
     said = [_fixed_point(machine, least)]
+    said += [
+        f"The {name.replace('_', ' ')} differs from it: {why}." for name, why in unstable.items()
+    ]
     forced = compared.get(FALLBACK_ONLY)
     if forced is not None and not forced.error:
         drifts = forced.differing > (least or 0)
@@ -495,19 +515,28 @@ def _numerics(
     return said
 
 
-ARTICLE_CAN = (
-    "The drift remains when the fused kernel never runs: that kernel is not needed for it.",
-    "The service drifted although a standalone compilation of the fallback was bit-equal: standalone "
-    "equality proves nothing about a whole model.",
-)
-ARTICLE_CANNOT = (
-    "Whether the fused kernel adds drift of its own: the forced fallback replaced it at T = 1, so that "
-    "both runs decode otherwise than the baseline, and than each other (602 and 601 tokens).",
-    "How much a rebuild of the unchanged baseline would have shown: there is no control and no rebuild.",
-    "Which of its five suspects did it: no arm separates them, and text is the only record.",
-    "Whether the service's fallback was compiled, or first traced at another T than the model.",
-)
-WOULD_SETTLE = (
-    "This notebook on gfx936: an arm with the compiled fallback that differs from the baseline while no "
-    "rebuild does would be the article's case. First traces at other T are its first candidate.",
-)
+def article_limits() -> dict[str, tuple[str, ...]]:
+    """What the article's own data can tell, what they cannot, and what would settle it."""
+    fused = article.figure("tokens_fused_decode_first_three")
+    fallback = article.figure("tokens_fallback_only_first_three")
+    return {
+        "What the article's data can tell": (
+            "The drift remains when the fused kernel never runs: that kernel is not needed for it.",
+            "The service drifted although the fallback, compiled alone, was bit-equal: such an equality "
+            "proves nothing about a whole model.",
+        ),
+        "What they cannot": (
+            "Whether the fused kernel adds drift of its own. The forced fallback put a third form in its "
+            f"place at T = 1, and the two runs differ from each other as well ({fused} and {fallback} "
+            "tokens).",
+            "How much a rebuild of the unchanged baseline would have drifted: there is no control and no "
+            "rebuild.",
+            "Which of its five suspects did it: no run separates them, and text is the only record.",
+            "Whether the service's fallback was compiled, or first traced at another T than the model.",
+        ),
+        "What would settle it": (
+            "This notebook on gfx936: an arm with the compiled fallback that differs from the baseline "
+            "while no rebuild does would be the article's case. First traces at other T are its first "
+            "candidate.",
+        ),
+    }

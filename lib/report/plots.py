@@ -300,14 +300,17 @@ def margins(frame: pd.DataFrame) -> Figure:
     least = 1e-4  # where an exact tie is drawn, on a logarithmic axis
     x = data["perturbation"].astype(float).clip(lower=least)
     y = data["value"].clip(lower=least)
-    low, high = 0.5 * min(x.min(), y.min()), 2 * max(x.max(), y.max())
+    # Whole decades, so that there are ticks however close together the points are.
+    first = math.floor(math.log10(0.5 * min(x.min(), y.min())))
+    last = math.ceil(math.log10(2 * max(x.max(), y.max())))
+    low, high = 10.0**first, 10.0**last
     with style.figure(3.6) as (fig, (axes,)):
         axes.plot([low, high], [low, high], color=style.FAINT, linewidth=1, linestyle="--")
         axes.annotate("margin = perturbation", (low, low), (14, 2), textcoords="offset points")
         axes.scatter(x, y, color=style.BLUE, s=26, zorder=3)
         axes.set_xscale("log")
         axes.set_yscale("log")
-        decades = 10.0 ** np.arange(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)
+        decades = 10.0 ** np.arange(first, last + 1)
         for place in (axes.set_xticks, axes.set_yticks):
             place(decades, [f"{x:g}" for x in decades])
             place([], minor=True)
