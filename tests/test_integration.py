@@ -201,7 +201,8 @@ def test_the_calibrated_arm_is_the_baseline_bit_for_bit(integrated):
     seen = outcomes["per_op"]
     assert not seen.same
     assert seen.records > 0
-    assert seen.first.startswith(("Q of layer 0 in the decode step 1", "K of layer 0"))
+    assert "of layer 0 in" in seen.first
+    assert "decode step 1" in seen.first
     assert i.exact(seen, outcomes["rebuild"])[0] == "FAIL"
 
 
@@ -223,6 +224,18 @@ def test_jobs_that_failed_calibrate_nothing(integrated, tmp_path):
     assert (verdict, found.found("decode")) == ("INCONCLUSIVE", None)
     assert "compact-random.captured has no 'records'" in why
     assert "died" in why
+
+
+def test_the_baselines_source_is_kept_as_far_as_there_is_any(integrated, tmp_path):
+    _, results = integrated
+    CASE.keep_code(results, tmp_path / "kept")
+    assert list((tmp_path / "kept").iterdir()) == []
+    baseline = results["compact-random.baseline"]
+    (tmp_path / "code.py").write_text("kernels")
+    compiled = baseline.model_copy(update={"folder": tmp_path, "files": {"code/decode": "code.py"}})
+    CASE.keep_code({compiled.job.name: compiled}, tmp_path / "kept")
+    (kept,) = (tmp_path / "kept").iterdir()
+    assert (kept.name, kept.read_text()) == ("compact-random.decode.py", "kernels")
 
 
 def test_the_floor_may_be_that_of_another_notebook():
@@ -292,6 +305,13 @@ def test_bits_and_times_come_from_one_process(integrated, tmp_path):
 
 FINE = i.Outcome("rebuild", 0, 8, 0, 64, 0, 2, 8)
 FLOOR = replace(FINE, records=3, logits=9)
+
+
+def test_the_floor_is_named():
+    control = replace(FINE, arm="control")
+    assert i.exact(FINE, control)[1].endswith(
+        "; control: 0 of 8 records, 0 of 64 logits, 0 of 2 texts differ"
+    )
 
 
 @pytest.mark.parametrize(

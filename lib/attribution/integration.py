@@ -9,6 +9,7 @@ with a sample, so that whoever integrates can check both at start-up.
 from __future__ import annotations
 
 import json
+import shutil
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -135,6 +136,14 @@ class Case:
         except ValueError as error:
             return Calibrated(path, {}, dict.fromkeys(GRAPHS, str(error)), 0.0)
         return calibrate(inputs, observed, path, self.pins)
+
+    def keep_code(self, results: Mapping[str, JobResult], folder: Path) -> None:
+        """Copy the baseline's generated source, as far as there is any, to ``<model>.<graph>.py``."""
+        baseline = results[self.name("baseline")]
+        folder.mkdir(parents=True, exist_ok=True)
+        for graph in GRAPHS:
+            if f"code/{graph}" in baseline.files:
+                shutil.copy(baseline.path(f"code/{graph}"), folder / f"{self.model}.{graph}.py")
 
     def integration(self, calibrated: Calibrated, arms: Sequence[str]) -> list[Job]:
         """The arms to hold against the baseline, of those in `ARMS`; those alone that need no calibration
@@ -491,10 +500,12 @@ class Outcome:
     def __str__(self) -> str:
         if self.error:
             return self.error
-        said = (
-            f"{self.records:,} of {self.records_total:,} records, {self.logits:,} of "
-            f"{self.logits_total:,} logits and {self.texts} of {self.texts_total} texts differ"
-        )
+        counts = [
+            f"{getattr(self, what):,} of {total:,} {what}"
+            for what in ("records", "logits", "texts")
+            if (total := getattr(self, f"{what}_total"))
+        ]
+        said = f"{', '.join(counts) or 'nothing was compared'}{' differ' * bool(counts)}"
         return said + (f"; first {self.first}" if self.first else "")
 
 
@@ -544,19 +555,19 @@ def _texts(baseline: JobResult, other: JobResult) -> tuple[int, int, int]:
 
 
 def exact(outcome: Outcome, floor: Outcome) -> tuple[str, str]:
-    """Verdict on "no bit changed", which holds only where the baseline's own rebuild changes none."""
+    """Verdict on "no bit changed", which holds only where the baseline, compiled again, changes none."""
     if outcome.error:
         return "INCONCLUSIVE", outcome.error
-    if outcome.same:
-        if floor.same:
-            return "PASS", f"{outcome}; rebuild: {floor}"
-        return "INCONCLUSIVE", f"{outcome}; but the rebuild, which is the floor: {floor}"
     if not (outcome.records_total or outcome.logits_total):
         return "INCONCLUSIVE", "nothing was compared"
+    if outcome.same:
+        if floor.same:
+            return "PASS", f"{outcome}; {floor.arm}: {floor}"
+        return "INCONCLUSIVE", f"{outcome}; but the floor, {floor.arm}: {floor}"
     within = outcome.records <= floor.records and outcome.logits <= floor.logits
     if floor.error or (within and not floor.same):
-        return "INCONCLUSIVE", f"{outcome}; not beyond the rebuild: {floor}"
-    return "FAIL", f"{outcome}; rebuild: {floor}"
+        return "INCONCLUSIVE", f"{outcome}; not beyond the floor, {floor.arm}: {floor}"
+    return "FAIL", f"{outcome}; {floor.arm}: {floor}"
 
 
 def floor_of(evidence: Evidence) -> Outcome:
