@@ -159,7 +159,7 @@ def test_what_no_numerics_reproduce_is_left_out(records, tmp_path):
     assert verdict == "FAIL"
     assert "none of the declared numerics" in why
     assert (found.found("decode"), found.facts("prefill")) == (None, {})
-    assert [job.arm for job in CASE.integration(found, list(i.ARMS))] == ["rebuild"]
+    assert [job.arm for job in CASE.integration(found, list(i.ARMS))] == []
     unread = i.calibrate(observed, observed, tmp_path / "other.json", PINS)
     assert unread.verdict("decode", 1)[0] == "INCONCLUSIVE"
     assert "no inputs of decode" in unread.errors["decode"]
@@ -176,11 +176,10 @@ def done(job, folder) -> JobResult:
 @pytest.fixture(scope="module")
 def integrated(tmp_path_factory):
     folder = tmp_path_factory.mktemp("jobs")
-    results = {job.name: done(job, folder) for job in CASE.observation()}
+    results = {job.name: done(job, folder) for job in CASE.observation(rebuild=True)}
     path = folder / "calibration.json"
     found = CASE.calibrate(results, path)
-    arms = ["rebuild", "integrated"]
-    results |= {job.name: done(job, folder) for job in CASE.integration(found, arms)}
+    results |= {job.name: done(job, folder) for job in CASE.integration(found, ["integrated"])}
     elsewhere = dict(decode_numerics=str(replace(KNOWN, contraction="none")))
     wrong = CASE.job("per_op", "in_graph__opaque_reference", **elsewhere)
     results[wrong.name] = done(wrong, folder)

@@ -114,14 +114,19 @@ class Case:
         chosen = self.calibrated_on or self.served
         return not set(names(chosen)) <= set(names(self.served))
 
-    def observation(self) -> list[Job]:
-        """The baseline, and what it takes to calibrate: the same tokens with the inputs seen."""
+    def observation(self, rebuild: bool = False) -> list[Job]:
+        """The baseline, and what it takes to calibrate: the same tokens with the inputs seen.
+
+        rebuild: the baseline once more, in another process.
+        """
         chosen = self.calibrated_on or self.served
         only: dict[str, Any] = dict(requests=chosen, passes=[], logits=False)
         jobs = [self.job("baseline", "baseline", passes=["free", "free"], recordings=["again"])]
         if self.apart:
             jobs.append(self.job("observed", "baseline", **only))
         jobs.append(self.job("captured", self.opaque, record_inputs=True, **only))
+        if rebuild:
+            jobs.append(self.job("rebuild", "rebuild"))
         return jobs
 
     def observed(self, results: Mapping[str, JobResult]) -> tuple[JobResult, JobResult]:
@@ -146,11 +151,10 @@ class Case:
                 shutil.copy(baseline.path(f"code/{graph}"), folder / f"{self.model}.{graph}.py")
 
     def integration(self, calibrated: Calibrated, arms: Sequence[str]) -> list[Job]:
-        """The arms to hold against the baseline, of those in `ARMS`; those alone that need no calibration
-        which was not found."""
+        """The arms with declared numerics, of those in `ARMS`, as far as their calibration was found."""
         file = {"calibration": str(calibrated.path)}
         body = "in_graph__fused" if self.on_device else "in_graph__opaque_reference"
-        known: dict[str, tuple[str, dict[str, str]]] = {"rebuild": ("rebuild", {})}
+        known: dict[str, tuple[str, dict[str, str]]] = {}
         if decode := calibrated.found("decode"):
             known |= {
                 "integrated": (body, file),
