@@ -19,8 +19,9 @@ export WHEELHOUSE
 run: $(READY)
 	$(BIN)/fusion-evidence run $(ARGS)
 
+# A file stays in one process: its tests share what they compile.
 test: $(READY)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile $(ARGS)
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow $(ARGS)
