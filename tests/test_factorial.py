@@ -63,10 +63,12 @@ def test_every_arm_differs_from_the_baseline_in_what_its_name_says(tmp_path):
         changed = {field for field, value in pins if value != getattr(f.PINS, field)}
         if name == "default":
             assert changed == set(f.UNPINNED)
+        elif name.startswith("rebuild_"):
+            assert changed == {"caches_off"}
         else:
             assert name.removeprefix("without_").startswith(changed.pop())
             assert not changed
-    assert len(pinned_otherwise) == 3 + len(f.UNPINNED) + 1
+    assert len(pinned_otherwise) == 3 + len(f.UNPINNED) + 1 + FULL.rebuilds
     by_name = {job.name: job for job in jobs}
     assert {str(Arm.parse(job.arm)) for name, job in by_name.items() if "__" in name} == set(
         f.FACTORIAL
@@ -75,8 +77,14 @@ def test_every_arm_differs_from_the_baseline_in_what_its_name_says(tmp_path):
     assert [name for name, job in by_name.items() if job.fault] == ["fault_stale_slot"]
     assert [name for name, job in by_name.items() if job.padded] == ["padded"]
     assert by_name["unrecorded"].record == "none"
-    # Times are taken alone, so the pin that a process starts without is timed there too.
-    assert [job.name for job in FULL.alone(TOKENS)] == ["unrecorded", "without_workspace"]
+    unrecorded, *others = FULL.alone(TOKENS)
+    assert [one.name for one in unrecorded.beside] == [
+        "again",
+        "without_deterministic",
+        "without_sdpa",
+    ]
+    assert [job.name for job in others] == ["without_workspace", "without_configurations"]
+    assert all(job.decode_samples == 3 for job in (unrecorded, *others))
     assert by_name["padded"].forced == {"r03": [7, 8]}
     assert by_name["opaque_eager__fused"].forced == TOKENS
 

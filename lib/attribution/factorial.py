@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import torch
 
 from fusion_evidence.kernels.numerics import Numerics, Reduction
 from fusion_evidence.lib.attribution import records
@@ -50,6 +51,9 @@ UNPINNED: dict[str, Any] = {
     "configurations": "timed",
 }
 """Each pin of `PINS` as it is without it. ``first_traced`` always has some value."""
+
+_OF_A_PROCESS = ("configurations", "workspace")
+"""Pins that a process has from its start: a kernel of the same source is configured once in it."""
 
 
 def without(*pins: str) -> Pins:
@@ -137,8 +141,8 @@ class Plan:
     def forced(self, tokens: Tokens, folder: Path) -> list[Job]:
         """What is fed the baseline's tokens: rebuilds, the factorial, one pin less, suspects, faults.
 
-        Every other rebuild serves the requests in reverse order, from a file in ``folder``; the first one
-        is compiled twice more in its process. Nothing without tokens.
+        A rebuild reads no compiler cache. Every other one serves the requests in reverse order, from a file
+        in ``folder``; the first is compiled twice more in its process. Nothing without tokens.
         """
         if not tokens:
             return []
@@ -148,6 +152,7 @@ class Plan:
                 ["rebuild"],
                 tokens,
                 name=f"rebuild_{number}",
+                pins=PINS.model_copy(update={"caches_off": True}),
                 passes=[],
                 recordings=["recompiled", "recompiled"]
                 if number == 1 and self.rebuilds > 1
@@ -166,7 +171,7 @@ class Plan:
         without_one = [
             self._short(f"without_{pin}", BASELINE, tokens, pins=without(pin))
             for pin in self.unpinned
-            if not (pin == "workspace" and self.decode_samples)  # that one is timed
+            if not (pin in _OF_A_PROCESS and self.decode_samples)  # those are timed, each alone
         ]
         if self.unpinned:
             pins = without(*UNPINNED)
@@ -211,23 +216,25 @@ class Plan:
 
     def alone(self, tokens: Tokens) -> list[Job]:
         """The baseline without any recording; where decode is timed, each alone on the device: its decode
-        step takes turns with itself and with itself without a pin. And one that was started without the
-        pin that is a variable of the process."""
+        step takes turns with itself and with itself without a pin. Then those that were started without a
+        pin that their process has as a whole."""
         if not tokens:
             return []
         beside = [Beside(name="again")]
         beside += [
             Beside(name=f"without_{pin}", pins=without(pin))
             for pin in self.unpinned
-            if pin in ("deterministic", "sdpa")
+            if pin not in _OF_A_PROCESS
         ]
         if not self.decode_samples:
             return [self._short(UNRECORDED, BASELINE, tokens, record="none")]
         samples: dict[str, Any] = dict(decode_samples=self.decode_samples)
         found = [self._short(UNRECORDED, BASELINE, tokens, record="none", beside=beside, **samples)]
-        if "workspace" in self.unpinned:
-            name, pins = "without_workspace", without("workspace")
-            found.append(self._short(name, BASELINE, tokens, pins=pins, **samples))
+        found += [
+            self._short(f"without_{pin}", BASELINE, tokens, pins=without(pin), **samples)
+            for pin in self.unpinned
+            if pin in _OF_A_PROCESS
+        ]
         return found
 
 
@@ -353,7 +360,10 @@ def compare(pairs: Mapping[str, Pair], workers: int = 1) -> dict[str, Compared]:
     found = {name: Compared(error=text) for name, text in files.items() if isinstance(text, str)}
     if workers > 1 and len(known) > 1:
         count = min(workers, len(known))
-        with ProcessPoolExecutor(count, mp_context=get_context("spawn")) as pool:
+        pool = ProcessPoolExecutor(
+            count, get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)
+        )
+        with pool:
             compared = list(pool.map(_compare, known.values()))
     else:
         compared = [_compare(paths) for paths in known.values()]

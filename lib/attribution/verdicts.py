@@ -86,8 +86,9 @@ def suspects(
         ),
         Suspect(
             "neighbours",
-            ((BASELINE, "without_deterministic"),),
-            "the same model, its kernels' configurations chosen by rule or by timing them",
+            ((BASELINE, "without_configurations"), (BASELINE, "without_deterministic")),
+            "the same model, its kernels' configurations chosen by timing them, or from the longer list "
+            "that deterministic mode rules out",
         ),
         Suspect(
             "first_traced",
@@ -282,9 +283,9 @@ def passive(results: Mapping[str, JobResult]) -> tuple[Verdict, str]:
 def decode_times(results: Mapping[str, JobResult]) -> dict[str, Timing]:
     """Of a decode step, by arm: the baseline's, its twin's (``again``), and those without a pin."""
     times: dict[str, Timing] = {}
-    for name in (UNRECORDED, "without_workspace"):
-        if name in results:
-            times |= results[name].decode_times
+    for name, result in results.items():
+        if name == UNRECORDED or name.startswith("without_"):
+            times |= result.decode_times
     if UNRECORDED in times:
         times[BASELINE] = times.pop(UNRECORDED)
     return times
