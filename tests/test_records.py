@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 
+import pandas as pd
 import pytest
 import torch
 from forced_runs import BLOCK, FUSED, PER_OP, REQUESTS, STEPS, TABLE, forced, model
@@ -320,3 +321,20 @@ def test_equal_top_logits_have_no_margin(tmp_path):
     tape.save(tmp_path / "b")
     with pytest.raises(ValueError, match="one alone has x/1"):
         r.compare_logits(tmp_path / "a", tmp_path / "b")
+
+
+def test_runs_are_compared_within_given_steps(runs):
+    (records, logits), (others, their_logits) = runs["baseline"], runs["per_op"]
+    within = {"image": 2}
+    frame = r.compare_records(records, others, within)
+    whole = r.compare_records(records, others)
+    pd.testing.assert_frame_equal(
+        frame.reset_index(drop=True),
+        whole[(whole.request == "image") & (whole.step < 2)].reset_index(drop=True),
+    )
+    assert len(frame) == 2 * LAYERS * 3
+    assert len(r.compare_logits(logits, their_logits, within)) == 2
+    assert r.RecordFile(records).calls() == r.logit_calls(logits)
+    assert len(r.logit_calls(logits)) == len(REQUESTS) * (STEPS + 1)
+    with pytest.raises(ValueError, match=r"holds no records of .'none': 1"):
+        r.compare_records(records, others, {"none": 1})
