@@ -37,6 +37,35 @@ SMALL: dict[str, dict[str, Any]] = {
     "03_custom_op_fallback": dict(
         layers=1, prompt_tokens=3, decode_steps=2, replays=10, tokens=[3, 5], cache_blocks=64
     ),
+    "04_text_regression": dict(
+        requests=["r01", "r02", "r03"],
+        new_tokens=3,
+        forced_passes=1,
+        max_tokens=144,
+        prefill_times=[3],
+        prefill_samples=2,
+        decode_samples=2,
+        backend="eager",
+    ),
+    # Nothing is compiled: what is compared is eager code, whose arms are equal but for the kernel's.
+    "05_drift_attribution": dict(
+        requests=["r01"],
+        short_requests=["r01"],
+        new_tokens=3,
+        short_tokens=2,
+        arms=["opaque_eager__opaque_eager", "opaque_eager__fused"],
+        rebuilds=1,
+        pins=[],
+        traced=[],
+        body_traced=[],
+        padded=False,
+        fitted=["calibrated"],
+        faults=["dropped_mask"],
+        decode_samples=0,
+        max_tokens=80,
+        parallel=2,
+        backend="eager",
+    ),
     "06_bit_exact_integration": dict(
         requests=["r01"],
         new_tokens=3,
@@ -55,6 +84,24 @@ MAY_FAIL = {
     "01_primitive_benchmark": {"eager_batch_invariant", "near_the_floor", "ahead_of_peers"},
     "02_trace_specialization": {"kernel_reached"},
     "03_custom_op_fallback": {"marker_cheap"},
+    "04_text_regression": {
+        "texts_unchanged",
+        "times_repeat",
+        "resolves_mean_tpot",
+        "resolves_p99_tpot",
+        "prefill_not_slower",
+    },
+    "05_drift_attribution": {
+        "fixed_point",
+        "drift_without_the_kernel",
+        "prefill_drifts",
+        "located",
+        "fallback_clears_the_kernel",
+        "boundary_alone",
+        "fingerprint",
+        "numerics_explain_it",
+        "coin_tosses",
+    },
     "06_bit_exact_integration": set(),
 }
 
