@@ -165,7 +165,8 @@ def test_candidates_are_rejected_by_as_many_mismatches_as_asked_for():
     def rejected(reject):
         batches = (prologue_inputs(COMPACT, 1500, seed=200 + seed) for seed in range(12))
         fits = fit(lambda one: observed(one, numerics), batches, COMPACT, trees, reject=reject)
-        assert fits[0].numerics == numerics and fits[0].mismatches == 0
+        assert fits[0].numerics == numerics
+        assert fits[0].mismatches == 0
         return {str(one.numerics): one for one in fits[1:]}
 
     few, many = rejected(1), rejected(20)
