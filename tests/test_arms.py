@@ -127,6 +127,31 @@ def test_pins_hold_inside_and_only_there():
     assert pins.unavailable == []
 
 
+def test_the_deterministic_mode_outlasts_a_compilation():
+    """The option alone does not, which is why `Pins` hold it; should PyTorch mend that, this says so."""
+    from torch._inductor import config
+
+    if not hasattr(config, "deterministic"):
+        pytest.skip("this torch has no deterministic mode")
+
+    def compiled(x):
+        return x + 1
+
+    def mode_after_a_compilation():
+        torch._dynamo.reset()
+        torch.compile(compiled, backend="eager")(torch.zeros(3))
+        return config.deterministic
+
+    with config.patch({"deterministic": True}):
+        assert not mode_after_a_compilation()
+    with Pins(deterministic=True).apply():
+        assert mode_after_a_compilation()
+        with Pins().apply():
+            assert not mode_after_a_compilation()
+        assert mode_after_a_compilation()
+    assert not mode_after_a_compilation()
+
+
 def test_configurations_are_taken_in_order_inside_and_timed_elsewhere(monkeypatch):
     """With the autotuner's own choice from what its benchmark says: the first, whatever is faster."""
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner

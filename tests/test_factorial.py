@@ -63,12 +63,12 @@ def test_every_arm_differs_from_the_baseline_in_what_its_name_says(tmp_path):
         changed = {field for field, value in pins if value != getattr(f.PINS, field)}
         if name == "default":
             assert changed == set(f.UNPINNED)
-        elif name.startswith("rebuild_"):
-            assert changed == {"caches_off"}
+        elif name == f.DETERMINISTIC:
+            assert changed == {"configurations", "deterministic"}
         else:
             assert name.removeprefix("without_").startswith(changed.pop())
             assert not changed
-    assert len(pinned_otherwise) == 3 + len(f.UNPINNED) + 1 + FULL.rebuilds
+    assert len(pinned_otherwise) == 3 + len(f.UNPINNED) + 2
     by_name = {job.name: job for job in jobs}
     assert {str(Arm.parse(job.arm)) for name, job in by_name.items() if "__" in name} == set(
         f.FACTORIAL
@@ -78,11 +78,7 @@ def test_every_arm_differs_from_the_baseline_in_what_its_name_says(tmp_path):
     assert [name for name, job in by_name.items() if job.padded] == ["padded"]
     assert by_name["unrecorded"].record == "none"
     unrecorded, *others = FULL.alone(TOKENS)
-    assert [one.name for one in unrecorded.beside] == [
-        "again",
-        "without_deterministic",
-        "without_sdpa",
-    ]
+    assert [one.name for one in unrecorded.beside] == ["again", "without_sdpa"]
     assert [job.name for job in others] == ["without_workspace", "without_configurations"]
     assert all(job.decode_samples == 3 for job in (unrecorded, *others))
     assert by_name["padded"].forced == {"r03": [7, 8]}
@@ -97,6 +93,9 @@ def test_rebuilds_serve_in_two_orders(tmp_path):
     assert [json.loads(line)["id"] for line in lines] == ["r03", "r01"]
     assert rebuilds[0].recordings == ["recompiled", "recompiled"]
     assert not any(job.recordings for job in rebuilds[1:])
+    assert not any(job.pins.caches_off for job in rebuilds), "each has empty ones of its own"
+    shared = replace(FULL, common={"cache": "shared"}).forced(TOKENS, tmp_path)
+    assert all(job.pins.caches_off for job in shared if job.arm == "rebuild")
 
 
 def test_without_tokens_nothing_is_forced(tmp_path):

@@ -198,6 +198,24 @@ def test_forced_tokens_are_for_every_request(tmp_path):
         run_job(job("x", passes=["forced"], forced={"T9": [1]}), tmp_path)
 
 
+def test_times_are_taken_while_no_other_job_works(tmp_path):
+    """Two that are timed beside one that is not, and one that waits for a slot."""
+    pins = PINS.model_copy(update={"configurations": "first"})  # else it waits before it compiles
+    timed = dict(pins=pins, decode_samples=3, beside=[Beside(name="again")])
+    some = [job("first", **timed), job("second", **timed), job("untimed"), job("later")]
+    done = run_jobs(some, tmp_path, parallel=3, timeout=300, report=lambda line: None)
+    assert [one.error for one in done.values()] == [""] * 4
+    assert {name for name, one in done.items() if one.decode_times} == {"first", "second"}
+
+    def when(name: str, file: str) -> int:
+        return (tmp_path / name / file).stat().st_mtime_ns
+
+    went = sorted(("first", "second"), key=lambda name: when(name, "go"))
+    assert when(went[0], "go") >= max(when(n, "result.json") for n in ("untimed", "later"))
+    assert when(went[1], "go") >= when(went[0], "result.json")
+    assert when(went[1], "ready") < when(went[0], "result.json"), "prepared beside the others"
+
+
 def test_names_and_slots_are_checked(tmp_path):
     with pytest.raises(ValueError, match="distinct names and parallel >= 1"):
         run_jobs([job("x"), job("x")], tmp_path)

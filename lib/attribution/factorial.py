@@ -25,16 +25,12 @@ from fusion_evidence.lib.service.arms import Arm, Pins
 from fusion_evidence.lib.service.graphs import GraphReport
 from fusion_evidence.lib.service.jobs import Beside, Job, JobResult, Tokens
 
-PINS = Pins(
-    deterministic=True,
-    configurations="first",
-    sdpa="math",
-    workspace=":4096:8",
-    first_traced=65,
-)
+PINS = Pins(configurations="first", sdpa="math", workspace=":4096:8", first_traced=65)
 """What every arm of the collection holds fixed unless its name says otherwise."""
 
 BASELINE, CONTROL, UNRECORDED = "baseline", "control", "unrecorded"
+DETERMINISTIC = "deterministic_mode"
+"""The baseline with Inductor's own mode in place of the first configurations."""
 FALLBACK_ONLY = "opaque_eager__opaque_eager"
 PREFILL = ("in_graph", "opaque_eager", "opaque_compiled")
 DECODE = ("in_graph", "opaque_eager", "opaque_compiled", "fused")
@@ -45,7 +41,6 @@ FITTED = ("calibrated", "other_tree", "casts_per_op", "casts_storage", "emulated
 """Arms with numerics that were found: the baseline's, with one thing of them changed, the fallback's."""
 
 UNPINNED: dict[str, Any] = {
-    "deterministic": False,
     "sdpa": "default",
     "workspace": None,
     "configurations": "timed",
@@ -152,7 +147,7 @@ class Plan:
                 ["rebuild"],
                 tokens,
                 name=f"rebuild_{number}",
-                pins=PINS.model_copy(update={"caches_off": True}),
+                pins=PINS.model_copy(update={"caches_off": self.common.get("cache") == "shared"}),
                 passes=[],
                 recordings=["recompiled", "recompiled"]
                 if number == 1 and self.rebuilds > 1
@@ -171,8 +166,11 @@ class Plan:
         without_one = [
             self._short(f"without_{pin}", BASELINE, tokens, pins=without(pin))
             for pin in self.unpinned
-            if not (pin in _OF_A_PROCESS and self.decode_samples)  # those are timed, each alone
+            if not (pin in _OF_A_PROCESS and self.decode_samples)  # those are timed
         ]
+        if "configurations" in self.unpinned:
+            instead = without("configurations").model_copy(update={"deterministic": True})
+            without_one.append(self._short(DETERMINISTIC, BASELINE, tokens, pins=instead))
         if self.unpinned:
             pins = without(*UNPINNED)
             without_one.append(self._short("default", BASELINE, tokens, pins=pins))
@@ -215,9 +213,9 @@ class Plan:
         ]
 
     def alone(self, tokens: Tokens) -> list[Job]:
-        """The baseline without any recording; where decode is timed, each alone on the device: its decode
-        step takes turns with itself and with itself without a pin. Then those that were started without a
-        pin that their process has as a whole."""
+        """The baseline without any recording; where decode is timed, its decode step takes turns with
+        itself and with itself without a pin. Then those that were started without a pin that their process
+        has as a whole."""
         if not tokens:
             return []
         beside = [Beside(name="again")]

@@ -621,25 +621,6 @@ def timed_outcomes(timed: JobResult) -> dict[str, Outcome]:
     return found
 
 
-def disturbed(timed: JobResult, others: Sequence[JobResult]) -> str:
-    """Which ``others`` still worked when ``timed`` began on its last arm beside, and with it on its times.
-
-    Its files tell: the logits of the arm before that were written just then. Empty: none did, or there are
-    no such files, which is the job's error to say.
-    """
-    kinds = [f"logits.{beside.name}" for beside in timed.job.beside]
-    if timed.error or len(kinds) < 2 or kinds[-2] not in timed.files:
-        return ""
-    began = timed.path(kinds[-2]).stat().st_mtime_ns
-    late = [
-        one.job.name
-        for one in others
-        if one.job.name != timed.job.name
-        and (one.folder / "result.json").stat().st_mtime_ns > began
-    ]
-    return f"still at work while the decode step was timed: {', '.join(late)}" if late else ""
-
-
 # --- what it saves
 
 

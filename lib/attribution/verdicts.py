@@ -15,6 +15,7 @@ import pandas as pd
 from fusion_evidence.lib.attribution import records
 from fusion_evidence.lib.attribution.factorial import (
     BASELINE,
+    DETERMINISTIC,
     FALLBACK_ONLY,
     PREFILL,
     UNRECORDED,
@@ -86,9 +87,9 @@ def suspects(
         ),
         Suspect(
             "neighbours",
-            ((BASELINE, "without_configurations"), (BASELINE, "without_deterministic")),
-            "the same model, its kernels' configurations chosen by timing them, or from the longer list "
-            "that deterministic mode rules out",
+            ((BASELINE, "without_configurations"), (BASELINE, DETERMINISTIC)),
+            "the same model, its kernels' configurations chosen by timing them, or as Inductor's "
+            "deterministic mode chooses them",
         ),
         Suspect(
             "first_traced",
@@ -248,6 +249,29 @@ def recompiled(results: Mapping[str, JobResult]) -> dict[str, tuple[Pair, str]]:
                 text = explain(results[BASELINE], result, f"@{number}")
                 found[f"recompiled_{number}"] = pair, text
     return found
+
+
+def deterministic_mode() -> str:
+    """How long Inductor's deterministic mode lasts when its option is set, by compiling something here."""
+    import torch
+    from torch._inductor import config
+
+    if not hasattr(config, "deterministic"):
+        return f"torch {torch.__version__} has no deterministic mode of Inductor"
+
+    def something(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    with config.patch({"deterministic": True}):
+        torch.compile(something, backend="eager")(torch.zeros(3))
+        lasts = bool(config.deterministic)
+    if lasts:
+        return "Inductor's option `deterministic` is still on after a compilation"
+    return (
+        f"in torch {torch.__version__}, Inductor's option `deterministic` is off again after the first "
+        "graph: Dynamo restores PyTorch's global state with `use_deterministic_algorithms`, which sets the "
+        "option too; a second compilation in the process is of another program"
+    )
 
 
 def passive(results: Mapping[str, JobResult]) -> tuple[Verdict, str]:

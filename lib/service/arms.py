@@ -117,9 +117,10 @@ def parse_numerics(text: str) -> Numerics:
 class Pins(BaseModel):
     """What is held fixed so that two compilations of one program give the same bits.
 
-    deterministic: Inductor's deterministic mode, where this torch has it. Meant to keep timing out of
-        every choice that affects bits; in torch 2.11 the rows a block of a small reduction holds, and with
-        them its tree, are still timed.
+    deterministic: Inductor's deterministic mode, where this torch has it, for every graph. Its option alone
+        is good for one: after each frame Dynamo restores PyTorch's global state, through
+        ``torch.use_deterministic_algorithms``, which also sets this option. Of two compilations of one
+        program in one process, the second is then another program.
     configurations: of generated Triton kernels: ``timed``, as Inductor does, or the ``first`` that Inductor
         lists for each, which no timing can change and which every torch has.
     sdpa: what computes attention. blas: the library behind matrix products. workspace: the value of
@@ -190,6 +191,8 @@ class Pins(BaseModel):
             )
             if _known(functorch, check := "check_custom_op_aliasing"):
                 stack.enter_context(functorch.patch({check: self.first_run_check}))
+            if "deterministic" in options and _known(config, "deterministic"):
+                stack.enter_context(_keeping_deterministic(self.deterministic))
             stack.enter_context(choosing_configurations(self.configurations))
             stack.enter_context(pin_attention(self.sdpa))
             if self.blas != "default" and hasattr(torch.backends.cuda, "preferred_blas_library"):
@@ -205,6 +208,24 @@ def _known(config: Any, name: str) -> bool:
             return False
         config = getattr(config, part)
     return True
+
+
+@contextmanager
+def _keeping_deterministic(mode: bool) -> Iterator[None]:
+    """Inductor's option stays as it is, also where Dynamo restores it with PyTorch's global state."""
+    from torch._inductor import config
+
+    original = torch.use_deterministic_algorithms
+
+    def restore(*arguments: Any, **options: Any) -> None:
+        original(*arguments, **options)
+        config.deterministic = mode
+
+    torch.use_deterministic_algorithms = restore
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms = original
 
 
 @contextmanager

@@ -193,6 +193,11 @@ class Job(_Compiled):
         return self
 
     @property
+    def timed(self) -> bool:
+        """It has a part that is timed, for which `run_jobs` keeps the others still."""
+        return bool(self.prefill_times or self.decode_samples)
+
+    @property
     def random(self) -> bool:
         """Its model has random weights."""
         return self.model in ("compact-random", "article")
@@ -376,6 +381,8 @@ class _Work:
         return Engine(built.model, built.prefill, built.decode, settings, self.tokenizer)
 
     def warm_up(self) -> None:
+        if self.job.timed and self.job.pins.configurations == "timed":
+            _wait_for_quiet(self.folder)
         self.server = self.engine(self.built, self.replays(self.built))
         self.result.warm_up = self.server.warm_up(self.job.pins.first_traced)
         self.built.reset_markers()
@@ -489,27 +496,41 @@ class _Work:
 
         from fusion_evidence.lib.service.engine import time_decode, time_prefill
 
-        job = self.job
+        job, engines = self.job, {self.job.name: self.server}
+        for other in job.beside if job.decode_samples else ():
+            pins = other.pins or job.pins
+            if pins.configurations == "timed":
+                _wait_for_quiet(self.folder)
+            built = other.build(self.model, pins, backend=job.backend, wrap_forward=_pinned(pins))
+            built.prefill = self.built.prefill
+            engines[other.name] = engine = self.engine(built, self.replays(built))
+            engine.warm_up(None)
+            if job.logits:
+                self.observe(engine, None, f"logits.{other.name}")
+        if job.timed:
+            _wait_for_quiet(self.folder)
         for tokens in job.prefill_times:
             times = time_prefill({job.name: self.server}, tokens, samples=job.prefill_samples)
             self.result.prefill_times[tokens] = times[job.name]
         if job.decode_samples:
-            engines = {job.name: self.server}
-            for other in job.beside:
-                pins = other.pins or job.pins
-                built = other.build(
-                    self.model, pins, backend=job.backend, wrap_forward=_pinned(pins)
-                )
-                built.prefill = self.built.prefill
-                engines[other.name] = engine = self.engine(built, self.replays(built))
-                engine.warm_up(None)
-                if job.logits:
-                    self.observe(engine, None, f"logits.{other.name}")
             self.result.decode_times = time_decode(
                 engines, self.requests[0], steps=job.decode_steps, samples=job.decode_samples
             )
         if self.device == "cuda":
             self.result.peak_bytes = torch.cuda.max_memory_allocated()
+
+
+_READY, _GO = "ready", "go"
+_ASKS_FOR_QUIET = "FUSION_EVIDENCE_JOB_ASKS"
+
+
+def _wait_for_quiet(folder: Path) -> None:
+    """In a process of `run_jobs`: say that all is ready to be timed, and wait until nobody else works."""
+    go = folder / _GO
+    if os.environ.get(_ASKS_FOR_QUIET) and not go.exists():
+        (folder / _READY).touch()
+        while not go.exists():
+            time.sleep(0.05)
 
 
 class _Part:
@@ -618,8 +639,10 @@ def run_jobs(
 ) -> dict[str, JobResult]:
     """Run every job in a fresh process, ``parallel`` at a time, each in ``folder/<name>``.
 
-    Times of jobs that share a device mean nothing, nor does what a compiler chooses by timing: give jobs
-    that are timed, or not pinned, a device each. Call it from a thread that outlives the jobs.
+    What a job is asked to time at its end (`Job.timed`) it times when no other job works: it is prepared
+    beside them, then waits until the others have ended or wait too, and they until it has. If a compiler is
+    to choose by timing in it, it waits before that. Times of passes mean little with others on the device.
+    Call it from a thread that outlives the jobs.
 
     Args:
         devices: numbers of the devices to spread the running jobs over; None: whatever each finds.
@@ -640,7 +663,7 @@ def run_jobs(
     free = list(range(parallel))
     try:
         while waiting or running:
-            while waiting and free:
+            while waiting and free and not any(one.timing for one in running):
                 slot, job = free.pop(0), waiting.pop(0)
                 device = None if devices is None else devices[slot % len(devices)]
                 running.append(_Running(job, folder / job.name, slot, parallel, device, timeout))
@@ -650,6 +673,8 @@ def run_jobs(
                 free.append(one.slot)
                 results[one.job.name] = result = one.result()
                 report(f"{one.job.name}: {result.error or 'done'} ({one.seconds():.0f} s)")
+            if running and all(one.asks() for one in running) and not (waiting and free):
+                running[0].go()
             if running:
                 time.sleep(0.1)
     finally:
@@ -666,12 +691,13 @@ class _Running:
     ) -> None:
         self.job, self.folder, self.slot, self.timeout = job, folder, slot, timeout
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "result.json").unlink(missing_ok=True)
+        for old in ("result.json", _READY, _GO):
+            (folder / old).unlink(missing_ok=True)
         (folder / "job.json").write_text(job.model_dump_json(indent=1), encoding="utf-8")
         self.cache = _new_cache() if _fresh_cache(job) else None
         environment = _environment(job, self.cache, parallel, device)
         self.began = time.monotonic()
-        self.limit = ""
+        self.limit, self.timing = "", False
         with open(folder / "log.txt", "wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", __name__, str(folder / "job.json"), str(folder)],
@@ -684,6 +710,15 @@ class _Running:
 
     def seconds(self) -> float:
         return time.monotonic() - self.began
+
+    def asks(self) -> bool:
+        """It waits until nobody else works."""
+        return not self.timing and (self.folder / _READY).exists()
+
+    def go(self) -> None:
+        """Let it take its times."""
+        self.timing = True
+        (self.folder / _GO).touch()
 
     def ended(self) -> bool:
         if self.process.poll() is None and self.seconds() > self.timeout:
@@ -761,7 +796,8 @@ def _environment(job: Job, cache: Path | None, parallel: int, device: int | None
     """Of a job's process: caches, compile threads, device, and what its pins need."""
     from fusion_evidence.lib.measure.machine import detect
 
-    environment = dict(os.environ) | {"PYTHONUNBUFFERED": "1"} | job.pins.environment
+    always = {"PYTHONUNBUFFERED": "1", _ASKS_FOR_QUIET: "1"}
+    environment = dict(os.environ) | always | job.pins.environment
     # Inductor would start a worker for every core in each of the processes.
     threads = max(1, detect().cpu_cores // parallel)
     environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))
