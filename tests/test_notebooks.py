@@ -160,10 +160,13 @@ def run_all(notebook: Path, folder: Path) -> Evidence:
     return read_evidence(results / f"{notebook.stem}.json")
 
 
+QUICK = "02_trace_specialization"  # CI has the runner execute all of them after the tests
 CASES = [
-    pytest.param(path, way, id=f"{path.stem}, {way}", marks=[pytest.mark.slow] if slow else [])
+    pytest.param(
+        path, way, id=f"{path.stem}, {way}", marks=[] if path.stem == QUICK else [pytest.mark.slow]
+    )
     for path in NOTEBOOKS
-    for way, slow in (("runner", False), ("run all", path.stem != "02_trace_specialization"))
+    for way in ("runner", "run all")
 ]
 
 
