@@ -132,12 +132,18 @@ def test_inputs_of_an_opaque_prologue_inside_a_compiled_model(tmp_path):
     assert r.differing(r.compare_records(tmp_path / "opaque", plain)) == 0
 
 
+def shares(frame):
+    """Share of differing elements (of hashes: of differing tensors), step by layer."""
+    cells = r.counts(frame).set_index(["step", "layer"])
+    return (cells["value"] / cells["n"]).unstack("layer")
+
+
 def test_equal_runs_do_not_differ(runs):
     frame = r.compare_records(runs["baseline"][0], runs["control"][0])
     assert len(frame) == 3 * len(r.records(frame)) == 3 * TOTAL
     assert r.differing(frame) == 0
     assert r.first_divergence(frame) is None
-    assert r.heat(frame).to_numpy().max() == 0
+    assert shares(frame).to_numpy().max() == 0
     assert frame["elements"].sum() == sum(
         (tokens + STEPS) * LAYERS * (COMPACT.q_size + 2 * COMPACT.kv_size)
         for tokens, _ in REQUESTS.values()
@@ -157,7 +163,7 @@ def test_rounding_starts_in_the_first_prologue(runs):
     assert layer0.loc[["q", "k"], "pair_ulps"].max() <= 2
     # The norm's rounding point moves nothing where there is no rotation after it.
     assert layer0.loc["q", "unrotated"].sum() == 0 < layer0.loc["q", "mismatches"].sum()
-    heat = r.heat(frame)
+    heat = shares(frame)
     assert list(heat.index) == list(range(STEPS + 1))
     assert list(heat.columns) == list(range(LAYERS))
     counts = r.counts(frame)
@@ -214,7 +220,7 @@ def test_hashes_count_the_same_records(runs, tmp_path):
     first = r.first_divergence(hashed)
     assert (first.step, first.layer, first.tensor, first.index) == (0, 0, "q", None)
     assert "V is equal" in str(first)
-    assert r.heat(hashed).loc[0, 0] == pytest.approx(2 / 3)
+    assert shares(hashed).loc[0, 0] == pytest.approx(2 / 3)
     with pytest.raises(ValueError, match="hashes"):
         r.compare_records(files[0], runs["baseline"][0])
     assert files[0].stat().st_size < runs["baseline"][0].stat().st_size / 10

@@ -416,12 +416,6 @@ def counts(frame: pd.DataFrame) -> pd.DataFrame:
     return cells.groupby(["step", "layer"]).sum().reset_index()
 
 
-def heat(frame: pd.DataFrame) -> pd.DataFrame:
-    """Share of differing elements (of hashes: of differing tensors), step by layer, over all requests."""
-    cells = counts(frame).set_index(["step", "layer"])
-    return (cells["value"] / cells["n"]).unstack("layer")
-
-
 def compare_logits(a: Path, b: Path, within: Within | None = None) -> pd.DataFrame:
     """Two runs' logits: one row per request and step.
 

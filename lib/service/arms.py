@@ -191,7 +191,7 @@ class Pins(BaseModel):
             )
             if _known(functorch, check := "check_custom_op_aliasing"):
                 stack.enter_context(functorch.patch({check: self.first_run_check}))
-            if "deterministic" in options and _known(config, "deterministic"):
+            if _known(config, "deterministic"):
                 stack.enter_context(_keeping_deterministic(self.deterministic))
             stack.enter_context(choosing_configurations(self.configurations))
             stack.enter_context(pin_attention(self.sdpa))
