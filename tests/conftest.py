@@ -27,6 +27,17 @@ def compile_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Many small operations: with more threads they wait for one another where cores are shared."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def _write_notebook(path: Path, *cells: str, parameters: str = "") -> Path:
     metadata = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
     document = nbformat.v4.new_notebook(metadata=metadata)

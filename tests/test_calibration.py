@@ -18,21 +18,12 @@ from fusion_evidence.lib.measure.inputs import prologue_inputs, run
 from fusion_evidence.lib.measure.oracles import any_tree
 from fusion_evidence.lib.measure.primitive import in_batches, static_compiled
 
-pytestmark = pytest.mark.usefixtures("compile_cache")
+pytestmark = pytest.mark.usefixtures("one_thread", "compile_cache")
 
 COMPACT = preset("compact")
 TREES = Reduction.candidates(COMPACT.head_dim)
 NEIGHBOURS, STRIDED = Reduction(16, 4), Reduction(16, 4, order="strided")
 TOKENS = 3000
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    """Many small operations: with more threads they wait for one another where cores are shared."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

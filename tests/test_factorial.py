@@ -19,14 +19,7 @@ from fusion_evidence.lib.service.arms import Arm
 from fusion_evidence.lib.service.graphs import GraphReport
 from fusion_evidence.lib.service.jobs import JobResult, run_job
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    """Many small operations: with more threads they wait for one another where cores are shared."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 TOKENS = {"r01": [5, 6, 7, 8], "r03": [7, 8, 9, 10]}

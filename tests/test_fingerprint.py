@@ -22,13 +22,7 @@ LONG = {"image": (1400, True), "text": (200, False)}
 SHORT = {"image": (71, True)}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    """Many small operations: with more threads they wait for one another where cores are shared."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def opaque(path, requests=SHORT, layers=1, **options):

@@ -29,13 +29,7 @@ SERVED = dict(lengths=[9, 4], new_tokens=4, layers=1, vocab=64, max_tokens=32, b
 CASE = i.Case("compact-random", PINS, SERVED, on_device=False, opaque="opaque_eager__opaque_eager")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    """Many small operations: with more threads they wait for one another where cores are shared."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
