@@ -14,7 +14,7 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from enum import Enum
 from pathlib import Path
@@ -231,19 +231,28 @@ _FOLDERS = {
 _PACKAGE = "fusion_evidence"
 
 
-def freshness_hash(notebook: Path, parameters: dict[str, Any]) -> str:
-    """Hash of what a result depends on.
+def source_hashes(notebook: Path) -> dict[str, str]:
+    """SHA-256, by name, of each source that a result of this notebook depends on.
 
-    That is the source of the notebook's cells, the ``kernels`` and ``lib`` modules it imports
+    That is ``notebook``, the text of its cells, and the ``kernels`` and ``lib`` modules it imports
     (transitively; a module named in a string, as one started by ``python -m``, counts too) except
-    those that only draw, publish or run, and the parameter values.
+    those that only draw, publish or run.
     """
     cells = [(cell.kind, cell.source) for cell in read_cells(notebook)]
-    digest = hashlib.sha256(json.dumps([cells, parameters], sort_keys=True).encode())
     code = [source for kind, source in cells if kind == "code"]
-    for name, source in sorted(_imported_sources(code).items()):
-        digest.update(f"\0{name}\0{source}".encode())
-    return digest.hexdigest()
+    sources = {"notebook": json.dumps(cells), **_imported_sources(code)}
+    return {name: hashlib.sha256(text.encode()).hexdigest() for name, text in sources.items()}
+
+
+def fingerprint(sources: Mapping[str, str], parameters: Mapping[str, Any]) -> str:
+    """Hash of all that a result depends on: its sources, by their hashes, and its parameters."""
+    document = json.dumps([dict(sources), dict(parameters)], sort_keys=True)
+    return hashlib.sha256(document.encode()).hexdigest()
+
+
+def freshness_hash(notebook: Path, parameters: dict[str, Any]) -> str:
+    """`fingerprint` of a result that this notebook would give now."""
+    return fingerprint(source_hashes(notebook), parameters)
 
 
 def is_fresh(evidence: Evidence, notebooks: Path | None = None) -> bool:
