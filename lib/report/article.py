@@ -30,6 +30,12 @@ def figure(name: str) -> Any:
     return NOT_STATED if value is None else value
 
 
+def unit(name: str) -> str | None:
+    """The unit of a published figure, such as "ms" or "us/layer"; None where it has none."""
+    found = _figures()[name]["unit"]
+    return None if found is None else str(found)
+
+
 def label(name: str) -> str:
     """How the figure is to be labelled wherever it is shown, such as "published, gfx936"."""
     return str(_figures()[name]["label"])
