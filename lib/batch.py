@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -193,10 +193,17 @@ def check_profile(profile: str | None, machine: Machine) -> str:
 # --- verification -------------------------------------------------------------------------------
 
 
-def verify(notebook: Path, results: Path, parameters: Mapping[str, Any] | None = None) -> list[str]:
+def verify(
+    notebook: Path,
+    results: Path,
+    parameters: Mapping[str, Any] | None = None,
+    *,
+    stale: bool = False,
+) -> list[str]:
     """What is wrong with a notebook's result in the folder ``results``; empty when nothing is.
 
-    ``parameters``: the values the result must have been made with, where that matters.
+    ``parameters``: the values the result must have been made with, where that matters. ``stale``:
+    it may be of sources that have changed since, the notebook's among them.
     """
     name = notebook.stem
     evidence = read_evidence(evidence_path(results, name))
@@ -207,19 +214,27 @@ def verify(notebook: Path, results: Path, parameters: Mapping[str, Any] | None =
         problems.append(f"the evidence is of {evidence.notebook}")
     if evidence.machine is None:
         problems.append("the evidence names no machine")
-    if not is_fresh(evidence, notebook.parent):
+    if not stale and not is_fresh(evidence, notebook.parent):
         problems.append("stale: the notebook or a module it imports has changed since")
     if parameters is not None and evidence.parameters != parameters:
         changed = [k for k in parameters if evidence.parameters.get(k) != parameters[k]]
         problems.append(f"made with other parameters: {', '.join(changed)}")
-    return problems + _verify_copy(notebook, results / notebook.name, evidence)
+    copy = results / notebook.name
+    if not stale and copy.exists() and not _same_cells(notebook, copy):
+        problems.append("the executed notebook has other cells than the source")
+    return problems + _verify_copy(copy, evidence)
 
 
-def _sources(notebook: Path) -> list[tuple[str, str]]:
-    return [(cell.kind, cell.source) for cell in read_cells(notebook)]
+def _same_cells(one: Path, other: Path) -> bool:
+    def sources(notebook: Path) -> list[tuple[str, str]]:
+        return [(cell.kind, cell.source) for cell in read_cells(notebook)]
+
+    with suppress(ValueError):  # what cannot be read is a problem of its own
+        return sources(one) == sources(other)
+    return True
 
 
-def _verify_copy(notebook: Path, copy: Path, evidence: Evidence) -> list[str]:
+def _verify_copy(copy: Path, evidence: Evidence) -> list[str]:
     try:
         executed = nbformat.read(copy, as_version=4)
     except FileNotFoundError:
@@ -227,8 +242,6 @@ def _verify_copy(notebook: Path, copy: Path, evidence: Evidence) -> list[str]:
     except Exception as error:  # half-written: nbformat raises many types
         return [f"the executed notebook is not readable: {type(error).__name__}"]
     problems = []
-    if _sources(copy) != _sources(notebook):
-        problems.append("the executed notebook has other cells than the source")
     code = [cell for cell in executed.cells if cell.cell_type == "code" and cell.source.strip()]
     if [cell.execution_count for cell in code] != list(range(1, len(code) + 1)):
         problems.append("the cells were not executed once each, from top to bottom")
@@ -243,7 +256,7 @@ def _verify_copy(notebook: Path, copy: Path, evidence: Evidence) -> list[str]:
         for output in (code[-1].outputs if code else [])
         if SENTINEL in output.get("data", {})
     ]
-    if sentinels != [{"notebook": notebook.stem, "run_id": evidence.run_id}]:
+    if sentinels != [{"notebook": copy.stem, "run_id": evidence.run_id}]:
         problems.append("the last cell did not finish the recorder of this evidence")
     return problems + errors
 
