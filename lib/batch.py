@@ -282,7 +282,7 @@ def run(
     """
     passed, complete, limits = plan_parameters(notebooks, profile_file, settings)
     table = [Result(path.stem) for path in notebooks]
-    with _locked(results), _signals_raise():
+    with locked(results), signals_raise():
         try:
             for path, result in zip(notebooks, table, strict=True):
                 started = time.monotonic()
@@ -309,7 +309,7 @@ def run(
         except BrokenPipeError:  # nobody reads the progress any more
             raise
         except OSError as error:
-            raise _unwritable(results, error) from error
+            raise unwritable(results, error) from error
     report(_table(table))
     return int(any(result.status == "failed" for result in table))
 
@@ -481,7 +481,7 @@ def _table(table: Sequence[Result]) -> str:
 
 
 @contextmanager
-def _locked(results: Path) -> Iterator[None]:
+def locked(results: Path) -> Iterator[None]:
     """Hold a results folder for one runner; raises BatchError when it cannot be written."""
     try:
         results.mkdir(parents=True, exist_ok=True)
@@ -491,7 +491,7 @@ def _locked(results: Path) -> Iterator[None]:
         probe.unlink()
         lock = open(results / ".lock", "a")  # noqa: SIM115 (closed below)
     except OSError as error:
-        raise _unwritable(results, error) from None
+        raise unwritable(results, error) from None
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -500,12 +500,12 @@ def _locked(results: Path) -> Iterator[None]:
         yield
 
 
-def _unwritable(results: Path, error: OSError) -> BatchError:
+def unwritable(results: Path, error: OSError) -> BatchError:
     return BatchError(f"cannot write {error.filename or results}: {error.strerror or error}")
 
 
 @contextmanager
-def _signals_raise() -> Iterator[None]:
+def signals_raise() -> Iterator[None]:
     """Turn the signals that ask a program to end into Interrupted, once."""
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 

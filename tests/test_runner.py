@@ -288,7 +288,7 @@ def test_unwritable_folder_is_one_error(tmp_path, write):
 
 def test_two_runners_do_not_share_a_folder(tmp_path, write):
     path = write(tmp_path / "notebooks", "01_a", FINISH)
-    with batch._locked(tmp_path / "out"), pytest.raises(batch.BatchError, match="another run"):
+    with batch.locked(tmp_path / "out"), pytest.raises(batch.BatchError, match="another run"):
         batch.run([path], tmp_path / "out", profile_file=tmp_path / "none.yaml")
 
 
