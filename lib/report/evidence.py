@@ -7,6 +7,7 @@ through `load_evidence`, which answers with NOT_RUN, not with an error, when the
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import json
 import math
@@ -286,7 +287,8 @@ def _without_magics(source: str) -> str:
     return "\n".join("" if re.match(r"\s*[%!?]", line) else line for line in source.splitlines())
 
 
-def _named_modules(source: str, package: str) -> list[str]:
+@functools.cache  # a sweep or a site asks for the same modules many times
+def _named_modules(source: str, package: str) -> tuple[str, ...]:
     """Names below this package that a piece of code imports or spells, for example ``lib.paths``.
 
     ``package`` resolves relative imports. A name may turn out to be no module (``lib.paths.ROOT``).
@@ -304,7 +306,7 @@ def _named_modules(source: str, package: str) -> list[str]:
             names += [base, *(f"{base}.{alias.name}" for alias in node.names)]
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             names += re.findall(rf"\b{_PACKAGE}(?:\.\w+)+", node.value)
-    return [n.removeprefix(f"{_PACKAGE}.") for n in names if n.startswith(f"{_PACKAGE}.")]
+    return tuple(n.removeprefix(f"{_PACKAGE}.") for n in names if n.startswith(f"{_PACKAGE}."))
 
 
 def _module_file(name: str) -> Path | None:
