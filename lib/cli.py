@@ -10,6 +10,7 @@ import click
 
 from fusion_evidence.lib import paths
 from fusion_evidence.lib.graph.finder_cli import find_command
+from fusion_evidence.lib.sweep_cli import sweep_command
 
 
 class _Group(click.Group):
@@ -118,8 +119,8 @@ def doctor(quick: bool) -> None:
     raise SystemExit(examine(quick))
 
 
+main.add_command(find_command)
+main.add_command(sweep_command)
+
 if __name__ == "__main__":
     main()
-
-
-main.add_command(find_command)
