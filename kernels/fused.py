@@ -175,10 +175,14 @@ def _prologue(
     DTYPE: tl.constexpr, SPELL_OUT: tl.constexpr, MARK: tl.constexpr, CHECK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    GROUPS: tl.constexpr = (Q_HEADS + KV_HEADS) // HEADS
+    # K heads first: they store twice as much as query heads, and what takes longest should not start last.
+    Q_GROUPS: tl.constexpr = Q_HEADS // HEADS
+    K_GROUPS: tl.constexpr = KV_HEADS // HEADS
     program = tl.program_id(0)
-    token = (program // GROUPS).to(tl.int64)
-    head = (program % GROUPS) * HEADS
+    after = program - tl.num_programs(0) // (Q_GROUPS + K_GROUPS) * K_GROUPS
+    query = after >= 0
+    token = tl.where(query, after // Q_GROUPS, program // K_GROUPS).to(tl.int64)
+    head = tl.where(query, after % Q_GROUPS, program % K_GROUPS) * HEADS
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
 
@@ -191,7 +195,6 @@ def _prologue(
     slot = tl.load(slot_mapping + token * slot_stride).to(tl.int64)
 
     # A query head is normalized and its gate copied; a K head is normalized and its V copied.
-    query = head < Q_HEADS
     row = qkv + token * qkv_stride
     if query:
         source, step, weight = row + head * (2 * DIM), 2 * DIM, q_weight
@@ -201,7 +204,6 @@ def _prologue(
             gate_out + (token * Q_HEADS + head) * DIM,
         )
     else:
-        head -= Q_HEADS
         source, step, weight = row + (2 * Q_HEADS + head) * DIM, DIM, k_weight
         copied = source + KV_HEADS * DIM
         out, copied_out = (
@@ -291,7 +293,7 @@ def choose_launch(tokens: int, shape: AttentionShape) -> Launch:
     """Few tokens: one head a program, so that as many multiprocessors as possible share the latency.
     Many: several heads a program, which share one token's table row and the cost of a launch.
     The thresholds were measured, see ``kernels/NOTES.md``."""
-    most = 1 if tokens < 64 else 2 if tokens < 128 else 4
+    most = 1 if tokens < 64 else 2 if tokens < 3072 else 4
     return Launch(heads=math.gcd(shape.q_heads, shape.kv_heads, most))
 
 
