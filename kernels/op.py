@@ -19,12 +19,13 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from . import eager, fused, reference
+from .candidate import Kernel, check_results, load_kernel, marked, takes
 from .checks import check_arguments
 from .numerics import Numerics
 from .shapes import AttentionShape
@@ -32,6 +33,8 @@ from .shapes import AttentionShape
 Fallback = Literal["eager", "compiled", "reference"]
 Path = Literal["decode", "prefill"]
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
+Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+"""``qkv`` to ``value_cache``, in the operator's order."""
 
 DECODE, PREFILL, RESETS, ERRORS = 0, 1, 2, 3
 """What each of a marker's four int64 elements holds: decode runs, fallback runs, resets, and what a
@@ -52,6 +55,8 @@ class Configuration:
     debug: positions outside the table and slots beyond the cache are not followed, and set bits of the
         marker's `ERRORS`, also in replays; nothing waits for the device. Without it they are undefined
         behaviour. What the token computes is meaningless either way.
+    candidate: of whom the kernel is that runs in the fused kernel's place, see `candidate.load_kernel`;
+        empty: the project's.
 
     Raises:
         ValueError: no such range or fallback, or nothing to trace first.
@@ -64,6 +69,7 @@ class Configuration:
     force_fallback: bool = False
     debug: bool = False
     first_traced: int | None = None
+    candidate: str = ""
 
     def __post_init__(self) -> None:
         first, last = self.decode
@@ -89,19 +95,22 @@ class Configuration:
         """The text that stands for this configuration in the operator's arguments."""
         digest = hashlib.sha256(repr(self).encode()).hexdigest()[:8]
         decode = "never" if self.force_fallback else "{}..{}".format(*self.decode)
-        return f"{self.shape.name}, {self.numerics}, fused at {decode}, {self.fallback} {digest}"
+        kernel = self.candidate or "fused"
+        return f"{self.shape.name}, {self.numerics}, {kernel} at {decode}, {self.fallback} {digest}"
 
 
 @dataclass
 class Registered:
     """A configuration and what the operator remembers of it in this process.
 
+    kernel: of decode; takes a ``marker``.
     calls: how often the operator's Python ran, by path: not again when a captured graph replays.
     captured: how many of these calls ran nothing, because a CUDA graph was capturing.
     in_a_graph: a CUDA graph has captured it at some time, so that the device may run it unseen.
     """
 
     configuration: Configuration
+    kernel: Kernel
     calls: Counter[Path] = field(default_factory=Counter)
     captured: Counter[Path] = field(default_factory=Counter)
     in_a_graph: bool = False
@@ -112,8 +121,14 @@ _registry: dict[str, Registered] = {}
 
 
 def register(configuration: Configuration) -> Registered:
-    """Make a configuration known to the operator; again, and nothing changes."""
-    return _registry.setdefault(configuration.handle, Registered(configuration))
+    """Make a configuration known to the operator; again, and nothing changes.
+
+    ValueError: there is no such candidate.
+    """
+    handle = configuration.handle
+    if handle not in _registry:
+        _registry[handle] = Registered(configuration, marked(load_kernel(configuration.candidate)))
+    return _registry[handle]
 
 
 def _registered(handle: str) -> Registered:
@@ -160,7 +175,8 @@ def qkv_prologue(
         configuration: handle of a registered `Configuration`.
 
     Raises:
-        TypeError, ValueError: before anything is launched; naming argument, expected and got.
+        TypeError, ValueError: before anything is launched; naming argument, expected and got. Of a
+            candidate, also where its results are none.
         RuntimeError: a graph captures a compiled fallback that was never called with such arguments, or
             a ``reference`` one; or the compiled fallback met more kinds of arguments than Dynamo keeps
             graphs for.
@@ -174,16 +190,9 @@ def qkv_prologue(
     _check_marker(marker, qkv)
     path = chosen.path(qkv.shape[0])
     if path == "decode":
-        ran = marker.narrow(0, DECODE, 1)
-        # The kernel's flag is int32: the low half of the (little-endian) element.
-        errors = marker.narrow(0, ERRORS, 1).view(torch.int32)[:1] if chosen.debug else None
-        results = fused.qkv_prologue(
-            *tensors, chosen.shape, chosen.numerics, marker=ran, errors=errors
-        )
+        results = _decode(entry, tensors, marker)
     else:
-        if chosen.debug:
-            tensors = _only_valid(marker, *tensors)
-        results = _fallback(entry, *tensors)
+        results = _fallback(entry, _only_valid(tensors, marker) if chosen.debug else tensors)
         marker.narrow(0, PREFILL, 1).add_(1)
     entry.calls[path] += 1
     if _capturing(qkv):
@@ -192,25 +201,31 @@ def qkv_prologue(
     return results
 
 
-def _only_valid(
-    marker: Tensor,
-    qkv: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    cos_sin: Tensor,
-    positions: Tensor,
-    slot_mapping: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Arguments the fallback can follow: bad positions become 0, bad slots padding, both flagged."""
+def _decode(entry: Registered, tensors: Tensors, marker: Tensor) -> Outputs:
+    chosen, options = entry.configuration, {"marker": marker.narrow(0, DECODE, 1)}
+    if chosen.debug and takes(entry.kernel, "errors"):
+        # The kernel's flag is int32: the low half of the (little-endian) element.
+        options["errors"] = marker.narrow(0, ERRORS, 1).view(torch.int32)[:1]
+    elif chosen.debug:
+        tensors = _only_valid(tensors, marker)
+    results = entry.kernel(*tensors, chosen.shape, chosen.numerics, **options)
+    if not chosen.candidate:
+        return results
+    check_results(chosen.candidate, results, tensors[0], chosen.shape)
+    q, k, v, gate = (_own(result, tensors[0]) for result in results)
+    return q, k, v, gate
+
+
+def _only_valid(tensors: Tensors, marker: Tensor) -> Tensors:
+    """Arguments that can be followed: bad positions become 0, bad slots padding, both flagged."""
+    cos_sin, positions, slot_mapping, key_cache = tensors[3:7]
     bad_position = (positions < 0) | (positions >= cos_sin.shape[0])
     bad_slot = slot_mapping >= key_cache.shape[0] * key_cache.shape[1]
     met = bad_position.any() * fused.BAD_POSITION + bad_slot.any() * fused.BAD_SLOT
     marker.narrow(0, ERRORS, 1).bitwise_or_(met)
     positions = positions.masked_fill(bad_position, 0)
     slot_mapping = slot_mapping.masked_fill(bad_slot, -1)
-    return qkv, q_weight, k_weight, cos_sin, positions, slot_mapping, key_cache, value_cache
+    return (*tensors[:4], positions, slot_mapping, *tensors[6:])
 
 
 def _capturing(tensor: Tensor) -> bool:
@@ -261,18 +276,8 @@ def _check_marker(marker: Tensor, qkv: Tensor) -> None:
 
 
 @torch.no_grad()
-def _fallback(
-    entry: Registered,
-    qkv: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    cos_sin: Tensor,
-    positions: Tensor,
-    slot_mapping: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-) -> Outputs:
-    configuration = entry.configuration
+def _fallback(entry: Registered, tensors: Tensors) -> Outputs:
+    configuration, qkv = entry.configuration, tensors[0]
     if qkv.shape[0] == 0:
         return _new_outputs(qkv, configuration.shape)
     if configuration.fallback == "reference":
@@ -280,30 +285,15 @@ def _fallback(
             raise RuntimeError(
                 "the reference fallback waits for the device: no graph can capture it"
             )
-        arguments = (
-            qkv, q_weight, k_weight, cos_sin, positions, slot_mapping, key_cache, value_cache
-        )  # fmt: skip
-        results = reference.qkv_prologue(*arguments, configuration.shape, configuration.numerics)
+        results = reference.qkv_prologue(*tensors, configuration.shape, configuration.numerics)
     else:
-        results = _with_padding(
-            entry, qkv, q_weight, k_weight, cos_sin, positions, slot_mapping, key_cache, value_cache
-        )
+        results = _with_padding(entry, tensors)
     # Of one token, V is a view of the input, which no operator may return.
     q, k, v, gate = (_own(result, qkv) for result in results)
     return q, k, v, gate
 
 
-def _with_padding(
-    entry: Registered,
-    qkv: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    cos_sin: Tensor,
-    positions: Tensor,
-    slot_mapping: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-) -> Outputs:
+def _with_padding(entry: Registered, tensors: Tensors) -> Outputs:
     """The model's own code, which writes one cache row for every token, where some are padding.
 
     It never synchronizes, so that graphs can capture it. A padding token is sent to the cache's very
@@ -311,9 +301,10 @@ def _with_padding(
     held.
     """
     configuration = entry.configuration
+    slot_mapping, key_cache, value_cache = tensors[5:]
     slots = slot_mapping.clamp(min=-1)  # -1 is the last row: block -1, its last place
     held = [cache[-1, -1].clone() for cache in (key_cache, value_cache)]
-    arguments = (qkv, q_weight, k_weight, cos_sin, positions, slots, key_cache, value_cache)
+    arguments = (*tensors[:5], slots, key_cache, value_cache)
     if configuration.fallback == "compiled":
         results = _run_full_graph(entry, *arguments)
     else:
@@ -371,28 +362,9 @@ def full_graph(configuration: Configuration) -> Callable[..., Outputs]:
     Every call of this function compiles anew.
     """
 
-    def standalone(
-        qkv: Tensor,
-        q_weight: Tensor,
-        k_weight: Tensor,
-        cos_sin: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-    ) -> Outputs:
-        return eager.qkv_prologue(
-            qkv,
-            q_weight,
-            k_weight,
-            cos_sin,
-            positions,
-            slots,
-            key_cache,
-            value_cache,
-            configuration.shape,
-            configuration.numerics,
-        )
+    def standalone(*tensors: Any) -> Outputs:
+        arguments = *tensors, configuration.shape, configuration.numerics
+        return eager.qkv_prologue(*arguments)
 
     # Dynamo keeps its graphs, and limits their number, by code object: one for every configuration.
     standalone.__code__ = standalone.__code__.replace()

@@ -227,6 +227,6 @@ def test_a_candidate_that_cannot_be_imported_is_one_error(tmp_path):
     status, evidence, lines = run_with_runner(FIRST, tmp_path, "candidate=no_such_module:kernel")
     assert status == 1
     assert evidence.run == "incomplete"
-    assert evidence.reason.startswith("cell 3 raised ValueError: candidate: no 'no_such_module:")
+    assert evidence.reason.startswith("cell 3 raised ValueError: candidate: 'no_such_module:")
     assert "\n" not in evidence.reason
     assert sum("failed: " in line for line in lines) == 1

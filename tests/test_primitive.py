@@ -36,36 +36,20 @@ def differences(got, expected) -> list[str]:
     return [name for name in OUTPUTS if not compare(got[name], expected[name]).equal]
 
 
-# --- a candidate and its parameters
-
-
-def test_load_finds_a_function():
-    found = primitive.load("fusion_evidence.kernels.eager:qkv_prologue")
-    assert found is eager.qkv_prologue
-
-
-@pytest.mark.parametrize(
-    ("path", "message"),
-    [
-        ("no_such_module:kernel", "No module named 'no_such_module'"),
-        ("fusion_evidence.kernels.eager:absent", "no attribute 'absent'"),
-        ("fusion_evidence.kernels.eager", "package.module:function"),
-        ("my_kernel.py:kernel", "package.module:function"),
-        ("./my_kernel.py:kernel", "package.module:function"),
-        (":kernel", "package.module:function"),
-        ("fusion_evidence.kernels.shapes:PRESETS", "is a dict, not a function"),
-    ],
-)
-def test_load_says_what_is_wrong_with_which_candidate(path, message):
-    with pytest.raises(ValueError, match="candidate: ") as caught:
-        primitive.load(path)
-    assert repr(path) in str(caught.value)
-    assert message in str(caught.value)
+# --- what is shown, and with which numerics
 
 
 def test_the_source_shown_is_the_kernels_own():
     assert "def _prologue(" in primitive.source(fused.qkv_prologue)
     assert primitive.source(eager.qkv_prologue).startswith("def qkv_prologue(")
+    assert "no Python source" in primitive.source(torch.add)
+
+
+def test_numerics_are_fitted_to_another_head_size():
+    numerics = Numerics("storage", Reduction(64, 4), "cos", Reduction(32, 8))
+    assert primitive.fitting(numerics, preset("qwen3.5-9b")) == numerics
+    few = primitive.fitting(numerics, preset("compact"))
+    assert few == Numerics("storage", Reduction(32, 2), "cos")
 
 
 # --- equal work

@@ -188,7 +188,8 @@ class Plan:
         """The operator with numerics that were found: those ``wanted`` of `FITTED`, as far as they were.
 
         sides: ``baseline_prefill``, ``baseline_decode``, ``fallback_prefill``, ``fallback_decode``.
-        arm: of all of them; one that has declared numerics in both graphs.
+        arm: of all of them; one that has declared numerics in both graphs. A candidate may ignore them, so
+        it is not in these: they ask what the compiler computes.
         """
         ways = {
             "calibrated": [sides.get(f"baseline_{graph}") for graph in ("prefill", "decode")],
@@ -207,7 +208,9 @@ class Plan:
                     replace(one, rounding=rounding, contraction="none") for one in both
                 ]
         return [
-            self._short(name, arm, tokens, prefill_numerics=str(p), decode_numerics=str(d))
+            self._short(
+                name, arm, tokens, prefill_numerics=str(p), decode_numerics=str(d), candidate=""
+            )
             for name, (p, d) in ways.items()
             if name in wanted and p is not None and d is not None
         ]

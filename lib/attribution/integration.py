@@ -27,6 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fusion_evidence.kernels import fused, reference
+from fusion_evidence.kernels.candidate import load_kernel
 from fusion_evidence.kernels.numerics import Numerics, Reduction
 from fusion_evidence.kernels.shapes import AttentionShape
 from fusion_evidence.lib.attribution import factorial
@@ -70,6 +71,7 @@ class Case:
     recording is fed random tokens, which vary more than a model's own; a free pass gives the texts.
 
     on_device: the fused kernel runs; else the reference stands for it, with the same bits.
+    candidate: a kernel in its place, on any machine, see `kernels.candidate`.
     opaque: the arm whose inputs are captured; the nearer to the baseline, the more of them are its own.
     options: further fields of every `Job`.
     """
@@ -82,6 +84,7 @@ class Case:
     opaque: str = "opaque_compiled__opaque_compiled"
     options: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
+    candidate: str = ""
 
     def name(self, arm: str) -> str:
         """Of the job of an arm."""
@@ -104,7 +107,8 @@ class Case:
         requests = requests or self.served
         forced = random_tokens(requests, self.vocabulary, self.seed)
         settings: dict[str, Any] = dict(pins=self.pins, seed=self.seed, passes=["free"])
-        settings |= {"model": self.model, **self.options, **requests, **options}
+        settings |= {"model": self.model, "candidate": self.candidate}
+        settings |= {**self.options, **requests, **options}
         (made,) = factorial.jobs([arm], forced, **settings)
         return made.model_copy(update={"name": self.name(name)})
 
@@ -151,15 +155,21 @@ class Case:
                 shutil.copy(baseline.path(f"code/{graph}"), folder / f"{self.model}.{graph}.py")
 
     def integration(self, calibrated: Calibrated, arms: Sequence[str]) -> list[Job]:
-        """The arms with declared numerics, of those in `ARMS`, as far as their calibration was found."""
+        """The arms with declared numerics, of those in `ARMS`, as far as their calibration was found.
+
+        The file says what the baseline computes, and is checked by the project's kernel; whether a
+        candidate computes it too, its records say. It may ignore numerics, so that the arms that are wrong
+        on purpose, which show what the comparison can see, are the project's.
+        """
         file = {"calibration": str(calibrated.path)}
-        body = "in_graph__fused" if self.on_device else "in_graph__opaque_reference"
+        own = "in_graph__fused" if self.on_device else "in_graph__opaque_reference"
+        body, wrong = "in_graph__fused" if self.candidate else own, {"candidate": ""}
         known: dict[str, tuple[str, dict[str, str]]] = {}
         if decode := calibrated.found("decode"):
             known |= {
                 "integrated": (body, file),
-                "per_op": (body, {"decode_numerics": str(per_op(decode.numerics))}),
-                "other_tree": (body, {"decode_numerics": str(other_tree(decode.numerics))}),
+                "per_op": (own, wrong | {"decode_numerics": str(per_op(decode.numerics))}),
+                "other_tree": (own, wrong | {"decode_numerics": str(other_tree(decode.numerics))}),
                 "opaque_eager__fused": ("opaque_eager__fused", file),
             }
             if calibrated.found("prefill"):
@@ -625,7 +635,13 @@ def timed_outcomes(timed: JobResult) -> dict[str, Outcome]:
 
 
 def primitive_times(
-    shape: AttentionShape, numerics: Numerics, pins: Pins, *, samples: int, seed: int
+    shape: AttentionShape,
+    numerics: Numerics,
+    pins: Pins,
+    *,
+    samples: int,
+    seed: int,
+    candidate: str = "",
 ) -> dict[str, dict[str, Timing]]:
     """``hot`` and ``cold`` times of the kernel and of the region compiled alone, at T = 1, under pins.
 
@@ -637,7 +653,8 @@ def primitive_times(
     found = {}
     for cache in ("hot", "cold"):
         with pins.apply():
-            arms = own_arms(fused.qkv_prologue, shape, numerics, machine, with_eager=False)
+            kernel = load_kernel(candidate)
+            arms = own_arms(kernel, shape, numerics, machine, with_eager=False)
             found[cache] = time_arms(
                 arms, shape, 1, machine, cold=cache == "cold", seed=seed, samples=samples
             )

@@ -5,7 +5,6 @@ An *implementation* is any callable with the signature of `kernels.reference.qkv
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -30,27 +29,25 @@ Implementation = Callable[..., Outputs]
 Arm = Callable[[Inputs], Callable[[], Any]]
 
 
-def load(path: str) -> Implementation:
-    """The implementation named ``package.module:function``. ValueError when there is none."""
-    module, _, name = path.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"candidate: no {path!r} (package.module:function): {error}") from error
-    if not callable(found):
-        raise ValueError(f"candidate: {path!r} is a {type(found).__name__}, not a function")
-    return found
-
-
 def any_tree(shape: AttentionShape) -> Numerics:
     """Valid numerics for a call whose implementation ignores them."""
     return Numerics("per_op", Reduction.candidates(shape.head_dim)[0])
 
 
+def fitting(numerics: Numerics, shape: AttentionShape) -> Numerics:
+    """``numerics``, or where its trees are of another head size, the same with one warp's tree."""
+    if numerics.reduction.size == shape.head_dim:
+        return numerics
+    return replace(numerics, reduction=Reduction(32, shape.head_dim // 32), k_reduction=None)
+
+
 def source(implementation: Implementation) -> str:
     """The source a reader wants to see: the Triton kernel of the project's own, else the function's."""
     shown = fused._prologue.fn if implementation is fused.qkv_prologue else implementation
-    return inspect.getsource(inspect.unwrap(shown))
+    try:
+        return inspect.getsource(inspect.unwrap(shown))
+    except (OSError, TypeError):  # compiled, or an object that is called
+        return f"# {shown!r} has no Python source\n"
 
 
 def in_batches(implementation: Implementation, size: int) -> Implementation:

@@ -7,7 +7,7 @@ arm's name, ``<prefill>__<decode>``:
 - ``in_graph``: the model's own code, which the compiler fuses as it likes;
 - ``opaque_eager``, ``opaque_compiled``: the opaque operator around the same code;
 - ``opaque_reference``: the operator around the definition, with declared numerics; on any machine;
-- ``fused`` (prefill: ``opaque_fused``): the operator around the fused kernel.
+- ``fused`` (prefill: ``opaque_fused``): the operator around the fused kernel, or a candidate for it.
 """
 
 from __future__ import annotations
@@ -304,6 +304,7 @@ def build(
     decode_numerics: Numerics | None = None,
     body_first_traced: int | None = None,
     padded: bool = False,
+    candidate: str = "",
     wrap_prologue: Callable[[Prologue], Prologue] = lambda prologue: prologue,
     wrap_forward: Callable[[Callable[..., Tensor]], Callable[..., Tensor]] = lambda call: call,
     backend: str = "inductor",
@@ -314,6 +315,7 @@ def build(
         model: gives weights, sizes and device; its own prologue does not matter.
         prefill_numerics, decode_numerics: of bodies that have declared ones; default: the model's.
         padded: opaque operators get their ``qkv`` as rows of a wider tensor.
+        candidate: a kernel in the fused kernel's place, see `kernels.candidate`; empty: the project's.
         wrap_prologue, wrap_forward: around every prologue and every compiled step, to plant faults.
         backend: of ``torch.compile``; ``eager`` and ``aot_eager`` generate no code.
     """
@@ -322,11 +324,12 @@ def build(
     declared = arm.prefill in ("opaque_reference", "opaque_fused")
     # Bodies with the framework's bits ignore numerics: with decode's, one operator can serve both.
     prefill_numerics = (prefill_numerics or model.numerics) if declared else decode_numerics
-    at_prefill = _configuration(arm.prefill, shape, prefill_numerics, body_first_traced)
-    at_decode = _configuration(arm.decode, shape, decode_numerics, body_first_traced)
+    others: Any = dict(first_traced=body_first_traced, candidate=candidate)
+    at_prefill = _configuration(arm.prefill, shape, prefill_numerics, **others)
+    at_decode = _configuration(arm.decode, shape, decode_numerics, **others)
     if at_prefill is not None and not declared and arm.decode == "fused":
         # The article's candidate: one operator, which chooses at run time.
-        at_decode = at_prefill = replace(at_prefill, force_fallback=False)
+        at_decode = at_prefill = replace(at_prefill, force_fallback=False, candidate=candidate)
     wanted = {"prefill": at_prefill, "decode": at_decode}
     operators = {c: OpaquePrologue(c, device) for c in wanted.values() if c is not None}
     steps: dict[str, Traced] = {}
@@ -350,14 +353,19 @@ def build(
 
 
 def _configuration(
-    body: str, shape: AttentionShape, numerics: Numerics, first_traced: int | None
+    body: str,
+    shape: AttentionShape,
+    numerics: Numerics,
+    *,
+    first_traced: int | None,
+    candidate: str,
 ) -> Configuration | None:
     if body == "in_graph":
         return None
     if body == "fused":
-        return Configuration(shape, numerics)
+        return Configuration(shape, numerics, candidate=candidate)
     if body == "opaque_fused":
-        return Configuration(shape, numerics, decode=EVERY_T)
+        return Configuration(shape, numerics, decode=EVERY_T, candidate=candidate)
     fallback: Any = body.removeprefix("opaque_")
     return Configuration(
         shape,

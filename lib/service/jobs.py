@@ -113,7 +113,7 @@ class Job(_Compiled):
         of the bodies that have declared ones, once it was checked in this process, and is refused where
         it does not hold.
     pins, backend: of the compilation. fault: one of ``lib.attribution.faults``, planted in both graphs.
-        padded: opaque operators get padded rows.
+        padded: opaque operators get padded rows. candidate: see `arms.build`; of the arms ``beside`` too.
     requests: a file as in ``prompts.load_requests``; None: the project's. request_ids: only these, in the
         file's order. lengths: synthetic random prompts ``T<length>`` in their place. new_tokens: of every
         request; None: the request's own, of a synthetic one 8.
@@ -147,6 +147,7 @@ class Job(_Compiled):
     backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
     fault: str | None = None
     padded: bool = False
+    candidate: str = ""
 
     requests: str | None = None
     request_ids: list[str] | None = None
@@ -365,7 +366,8 @@ class _Work:
 
             planted = fault(job.fault)
             options = {"wrap_prologue": planted.prologue, "wrap_forward": planted.forward}
-        return job.build(self.model, job.pins, padded=job.padded, backend=job.backend, **options)
+        options |= dict(padded=job.padded, candidate=job.candidate)
+        return job.build(self.model, job.pins, backend=job.backend, **options)
 
     def engine(self, built: Built, cuda_graph: bool) -> Engine:
         from fusion_evidence.lib.service.engine import Engine, Settings
@@ -501,7 +503,8 @@ class _Work:
             pins = other.pins or job.pins
             if pins.configurations == "timed":
                 _wait_for_quiet(self.folder)
-            built = other.build(self.model, pins, backend=job.backend, wrap_forward=_pinned(pins))
+            same = dict(backend=job.backend, candidate=job.candidate)
+            built = other.build(self.model, pins, wrap_forward=_pinned(pins), **same)
             built.prefill = self.built.prefill
             engines[other.name] = engine = self.engine(built, self.replays(built))
             engine.warm_up(None)

@@ -38,35 +38,35 @@ TTFT_PARTS = ("queue", "first_call", "prefill")
 # --- the runs
 
 
-def stand_in(candidate: str, device: str) -> str:
-    """The part of a candidate that runs on a device: on a CPU, one without the fused kernel.
+def stand_in(arm: str, device: str) -> str:
+    """The part of an arm that runs on a device: on a CPU, one without the fused kernel.
 
-    Its prefill is the candidate's; its decode stays in the graph, as the baseline's.
+    Its prefill is the arm's; its decode stays in the graph, as the baseline's.
     """
-    arm = Arm.parse(candidate)
-    if device != "cpu" or not arm.needs_device:
-        return candidate
-    prefill = "opaque_reference" if arm.prefill == "opaque_fused" else arm.prefill
+    one = Arm.parse(arm)
+    if device != "cpu" or not one.needs_device:
+        return arm
+    prefill = "opaque_reference" if one.prefill == "opaque_fused" else one.prefill
     return f"{prefill}__in_graph"
 
 
 def arm_jobs(
-    candidate: str,
+    arm: str,
     *,
     forced_passes: int,
     decode_samples: int,
     decode_numerics: str | None = None,
     **common: Any,
 ) -> list[Job]:
-    """Jobs of ``baseline`` (with ``control``), ``rebuild`` and the candidate, in the order to run them.
+    """Jobs of ``baseline`` (with ``control``), ``rebuild`` and ``arm``, in the order to run them.
 
     Args:
         forced_passes: of every arm, with the baseline's tokens.
-        decode_samples: of the decode step, in the baseline's process, where ``control`` and the candidate
+        decode_samples: of the decode step, in the baseline's process, where ``control`` and ``arm``
             are compiled once more and take turns with it; 0: none.
         common: further fields of every `Job`.
     """
-    arm: dict[str, Any] = dict(arm=candidate, decode_numerics=decode_numerics)
+    compiled: dict[str, Any] = dict(arm=arm, decode_numerics=decode_numerics)
     own: list[Kind] = ["free"]
     forced: list[Kind] = ["forced"] * forced_passes
     return [
@@ -74,11 +74,11 @@ def arm_jobs(
             name=BASELINE,
             passes=[*own, *own, *forced, *forced],
             decode_samples=decode_samples,
-            beside=[Beside(name=CONTROL), Beside(name=candidate, **arm)],
+            beside=[Beside(name=CONTROL), Beside(name=arm, **compiled)],
             **common,
         ),
         Job(name=REBUILD, arm=REBUILD, passes=[*own, *forced], **common),
-        Job(name=candidate, passes=[*own, *forced], **arm, **common),
+        Job(name=arm, passes=[*own, *forced], **compiled, **common),
     ]
 
 
@@ -331,13 +331,19 @@ class Prediction:
         return not math.isnan(self.value)
 
 
-def predicted_saving(primitive: Evidence, shape_name: str, layers: int) -> Prediction:
+def predicted_saving(
+    primitive: Evidence, shape_name: str, layers: int, candidate: str = ""
+) -> Prediction:
     """Notebook 01's saving at T = 1 with cold caches, static compile less kernel, times ``layers``.
 
-    Where this shape was not timed, the shape it was run for stands in, and the result says so.
+    Where this shape was not timed, the shape it was run for stands in, and the result says so. Of another
+    kernel than ``candidate`` there is none.
     """
     if primitive.run == "not_run":
         return Prediction(why=f"notebook 01: {primitive.reason}")
+    if (timed := str(primitive.parameters.get("candidate", ""))) != candidate:
+        kernels = (one or "the project's kernel" for one in (timed, candidate))
+        return Prediction(why="notebook 01 is of {}, not of {}".format(*kernels))
     exact = primitive.claim("bits_compiled")
     if not exact.verdict.passed:
         return Prediction(why=f"notebook 01: bits_compiled is {exact.verdict.value}: {exact.why}")
