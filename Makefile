@@ -1,4 +1,4 @@
-# make run | test | test-slow | lab | lint | doctor          (GNU make, bash, Python >= 3.10)
+# make run | test | test-slow | lab | site | lint | doctor          (GNU make, bash, Python >= 3.10)
 SHELL := bash
 # The first that runs and is new enough: a machine may have python3.11 alone, or an old python3.
 PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.10 python3.13; do \
@@ -8,12 +8,12 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # Extras of pyproject.toml besides torch; EXTRAS= is enough for `make run` on a machine offline.
-EXTRAS ?= dev
+EXTRAS ?= dev,site
 # Further words for the command, e.g. make run ARGS="--only 01_primitive_benchmark --resume"
 ARGS ?=
 export WHEELHOUSE
 
-.PHONY: run test test-slow lab lint doctor
+.PHONY: run test test-slow lab site lint doctor
 .DEFAULT_GOAL := run
 
 run: $(READY)
@@ -28,6 +28,10 @@ test-slow: $(READY)
 
 lab: $(READY)
 	$(BIN)/jupyter lab notebooks
+
+# From accepted, fresh results; ARGS=--skip-stale leaves the others out.
+site: $(READY)
+	$(BIN)/fusion-evidence publish $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -10,6 +10,7 @@ import click
 
 from fusion_evidence.lib import paths
 from fusion_evidence.lib.graph.finder_cli import find_command
+from fusion_evidence.lib.report.publish_cli import publish_command
 from fusion_evidence.lib.sweep_cli import sweep_command
 
 
@@ -120,6 +121,7 @@ def doctor(quick: bool) -> None:
 
 
 main.add_command(find_command)
+main.add_command(publish_command)
 main.add_command(sweep_command)
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ import html
 
 from fusion_evidence.lib.report.evidence import Claim, Evidence, Verdict
 
-_COLOURS = {
+#: White text reads on each of these.
+COLOURS = {
     Verdict.PASS: "#1a7f37",
     Verdict.PASS_WITH_LIMITATIONS: "#7d5a00",
     Verdict.FAIL: "#b3261e",
@@ -21,7 +22,7 @@ def box_html(evidence: Evidence) -> str:
     machine = html.escape(evidence.machine.device_name) if evidence.machine else ""
     rows = "".join(
         '<div style="padding:.45em 0;border-top:1px solid rgba(128,128,128,.35)">'
-        f'<span style="background:{_COLOURS[claim.verdict]};color:#fff;border-radius:.3em;'
+        f'<span style="background:{COLOURS[claim.verdict]};color:#fff;border-radius:.3em;'
         f'padding:.1em .5em;font-size:.8em;font-weight:600">{claim.verdict.value}</span> '
         f"<b>{html.escape(claim_title(claim))}</b>: {html.escape(claim.why)}"
         f'<div style="opacity:.75;font-size:.85em">Rule: {html.escape(claim.rule)}</div></div>'

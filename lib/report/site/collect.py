@@ -1,0 +1,140 @@
+"""Which results a site may show: those `accept` would take again today."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import nbformat
+
+from fusion_evidence.lib.batch import BatchError, verify
+from fusion_evidence.lib.report.evidence import Evidence, evidence_path, read_evidence
+
+#: Written by `import` beside results that somebody else measured.
+ARCHIVE = "archive.json"
+
+
+@dataclass(frozen=True)
+class Page:
+    """One notebook's result on one machine, verified and fresh."""
+
+    machine: str
+    notebook: str
+    evidence: Evidence
+    copy: Path  #: the executed notebook
+
+    @property
+    def document(self) -> str:
+        """The page's place in the site, without a suffix; the same as in the repository."""
+        return f"data/runs/{self.machine}/{self.notebook}"
+
+
+@dataclass
+class MachineResults:
+    """What one folder of accepted results gives to the site."""
+
+    name: str
+    folder: Path
+    imported: bool  #: handed in: verified, but not run by this project
+    pages: list[Page] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)  #: notebook -> why
+    absent: list[str] = field(default_factory=list)  #: notebooks without a result here
+
+
+def collect(
+    accepted: Path, notebooks: Path, *, only: Sequence[str] = (), skip_stale: bool = False
+) -> list[MachineResults]:
+    """Every machine's results under ``accepted``, each verified against the source ``notebooks``.
+
+    Raises BatchError when there is nothing, for an unknown machine, and when a result is corrupt,
+    unverified or stale, with what to run again; ``skip_stale`` records those as left out instead.
+    """
+    folders = sorted(p for p in accepted.glob("*") if p.is_dir() and any(p.glob("*.json")))
+    names = [folder.name for folder in folders]
+    if not names:
+        raise BatchError(f"no accepted results in {accepted}; run, then accept")
+    for name in only:
+        if name not in names:
+            raise BatchError(f"--only {name}: no such machine; there are {', '.join(names)}")
+    machines = [_collect(f, notebooks) for f in folders if not only or f.name in only]
+    if not skip_stale and any(machine.left_out for machine in machines):
+        raise BatchError(_what_to_do(machines))
+    if not any(machine.pages for machine in machines):
+        raise BatchError(f"nothing left to show:\n{_refusals(machines)}")
+    return machines
+
+
+def _collect(folder: Path, notebooks: Path) -> MachineResults:
+    sources = {path.stem for path in notebooks.glob("*.ipynb")}
+    files = (path for path in folder.iterdir() if path.suffix in (".json", ".ipynb"))
+    present = {path.stem for path in files if path.name != ARCHIVE}
+    machine = MachineResults(folder.name, folder, imported=(folder / ARCHIVE).exists())
+    machine.absent = sorted(sources - present)
+    for name in sorted(present):
+        problems = _problems(folder, name, notebooks / f"{name}.ipynb")
+        if problems:
+            machine.left_out[name] = "; ".join(problems)
+        else:
+            evidence = read_evidence(evidence_path(folder, name))
+            machine.pages.append(Page(folder.name, name, evidence, folder / f"{name}.ipynb"))
+    return machine
+
+
+def _problems(folder: Path, name: str, source: Path) -> list[str]:
+    if not re.fullmatch(r"[\w.-]+", f"{folder.name}{name}", re.ASCII):
+        return ["a name with other signs than letters, digits, '.', '_' and '-'"]
+    if not source.is_file():
+        return ["no such notebook in this version"]
+    if any((folder / f"{name}{suffix}").is_symlink() for suffix in (".json", ".ipynb")):
+        return ["a link, not a file"]
+    problems = verify(source, folder)
+    evidence = read_evidence(evidence_path(folder, name))
+    if evidence.machine and evidence.machine.name != folder.name:
+        problems.append(f"measured on {evidence.machine.name}, not on {folder.name}")
+    return problems or _foreign_cells(folder / f"{name}.ipynb")
+
+
+def _foreign_cells(copy: Path) -> list[str]:
+    """Papermill's cell is not compared with the source, so nothing but code may call itself that."""
+    cells: list[Any] = nbformat.read(copy, as_version=4).cells
+    injected = [cell for cell in cells if "injected-parameters" in cell.metadata.get("tags", ())]
+    if len(injected) > 1 or any(cell.cell_type != "code" for cell in injected):
+        return ["the executed notebook has cells that the source has not"]
+    return []
+
+
+def _refusals(machines: Sequence[MachineResults]) -> str:
+    return "\n".join(
+        f"  {machine.name}/{name}: {why}"
+        for machine in machines
+        for name, why in machine.left_out.items()
+    )
+
+
+def _what_to_do(machines: Sequence[MachineResults]) -> str:
+    count = sum(len(machine.left_out) for machine in machines)
+    lines = [f"{count} accepted results cannot be published:", _refusals(machines)]
+    for machine in machines:
+        if not machine.left_out:
+            continue
+        names = " ".join(f"--only {name}" for name in machine.left_out)
+        if machine.imported:
+            lines.append(f"on {machine.name}, by who handed it in: run {names}; pack; then import")
+        else:
+            lines.append(f"on {machine.name}: fusion-evidence run {names}")
+            lines.append(f"{' ' * len(f'on {machine.name}')}  fusion-evidence accept {names}")
+    lines.append("or leave them out, which the summary will say: --skip-stale")
+    return "\n".join(lines)
+
+
+def archive_of(folder: Path) -> dict[str, Any]:
+    """What `import` wrote beside handed-in results; empty when it says nothing readable."""
+    try:
+        content = json.loads((folder / ARCHIVE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
