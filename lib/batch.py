@@ -55,6 +55,8 @@ MAX_COPY_BYTES = 1_000_000
 _HEARTBEAT = 60.0
 _GRACE = 10.0
 _SUMMARY = "00_summary"
+#: In a folder of accepted results: they came in an archive; see `lib.report.archive_check`.
+ARCHIVE_RECORD = "archive.json"
 
 Report = Callable[[str], None]
 
@@ -558,6 +560,8 @@ def accept(
         copy = results / path.name
         evidence = read_evidence(evidence_path(results, path.stem))
         problems = verify(path, results)
+        if evidence.machine and (accepted / evidence.machine.name / ARCHIVE_RECORD).exists():
+            problems.append(f"{accepted.name}/{evidence.machine.name} holds a run handed in")
         if not problems and (size := copy.stat().st_size) > MAX_COPY_BYTES:
             problems = [f"the executed notebook has {size:,} bytes, over {MAX_COPY_BYTES:,}"]
         if problems or evidence.machine is None:

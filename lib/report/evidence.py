@@ -239,10 +239,16 @@ def source_hashes(notebook: Path) -> dict[str, str]:
     (transitively; a module named in a string, as one started by ``python -m``, counts too) except
     those that only draw, publish or run.
     """
+    code = [cell.source for cell in read_cells(notebook) if cell.kind == "code"]
+    modules = _imported_sources(code).items()
+    hashes = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in modules}
+    return {"notebook": cells_hash(notebook)} | hashes
+
+
+def cells_hash(notebook: Path) -> str:
+    """SHA-256 of the text of a notebook's cells, without the one that papermill injects."""
     cells = [(cell.kind, cell.source) for cell in read_cells(notebook)]
-    code = [source for kind, source in cells if kind == "code"]
-    sources = {"notebook": json.dumps(cells), **_imported_sources(code)}
-    return {name: hashlib.sha256(text.encode()).hexdigest() for name, text in sources.items()}
+    return hashlib.sha256(json.dumps(cells).encode()).hexdigest()
 
 
 def fingerprint(sources: Mapping[str, str], parameters: Mapping[str, Any]) -> str:
