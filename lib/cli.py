@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from fusion_evidence.lib import paths
+from fusion_evidence.lib.archive_cli import import_command, pack_command, verify_command
 from fusion_evidence.lib.graph.finder_cli import find_command
 from fusion_evidence.lib.report.publish_cli import publish_command
 from fusion_evidence.lib.sweep_cli import sweep_command
@@ -121,8 +122,11 @@ def doctor(quick: bool) -> None:
 
 
 main.add_command(find_command)
+main.add_command(import_command)
+main.add_command(pack_command)
 main.add_command(publish_command)
 main.add_command(sweep_command)
+main.add_command(verify_command)
 
 if __name__ == "__main__":
     main()
