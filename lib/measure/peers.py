@@ -481,7 +481,7 @@ def equal_work(peer: Peer, arguments: Sequence[Any], bound: float = ULP_BOUND) -
         return [qkv.clone(), *arguments[1:6], *map(_empty_cache, arguments[6:8]), shape, numerics]
 
     ours, theirs = own(declared), own(numerics)
-    with _nan_allocations():
+    with nan_allocations():
         try:
             actual = dict(peer.call(*theirs))
         except NotCovered as error:
@@ -519,7 +519,7 @@ def _empty_cache(cache: Tensor) -> Tensor:
 
 
 @contextmanager
-def _nan_allocations() -> Iterator[None]:
+def nan_allocations() -> Iterator[None]:
     """Let PyTorch fill what it allocates with NaN: otherwise a skipped output could hold old results."""
     enabled = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
