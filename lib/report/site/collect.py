@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from typing import Any
 import nbformat
 
 from fusion_evidence.lib.batch import BatchError, verify
+from fusion_evidence.lib.report import summary
 from fusion_evidence.lib.report.evidence import Evidence, evidence_path, read_evidence
 
 #: Written by `import` beside results that somebody else measured.
@@ -26,6 +26,7 @@ class Page:
     notebook: str
     evidence: Evidence
     copy: Path  #: the executed notebook
+    since: tuple[str, ...] = ()  #: for the summary: results of other machines it did not see yet
 
     @property
     def document(self) -> str:
@@ -53,7 +54,7 @@ def collect(
     Raises BatchError when there is nothing, for an unknown machine, and when a result is corrupt,
     unverified or stale, with what to run again; ``skip_stale`` records those as left out instead.
     """
-    folders = sorted(p for p in accepted.glob("*") if p.is_dir() and any(p.glob("*.json")))
+    folders = _folders(accepted)
     names = [folder.name for folder in folders]
     if not names:
         raise BatchError(f"no accepted results in {accepted}; run, then accept")
@@ -76,12 +77,27 @@ def _collect(folder: Path, notebooks: Path) -> MachineResults:
     machine.absent = sorted(sources - present)
     for name in sorted(present):
         problems = _problems(folder, name, notebooks / f"{name}.ipynb")
+        evidence = read_evidence(evidence_path(folder, name))
+        since = _since(evidence, folder) if name == summary.SUMMARY and not problems else []
+        if own := [result for result in since if result.endswith(f" on {folder.name}")]:
+            problems = [f"stale: accepted since it ran: {', '.join(own)}"]
         if problems:
             machine.left_out[name] = "; ".join(problems)
         else:
-            evidence = read_evidence(evidence_path(folder, name))
-            machine.pages.append(Page(folder.name, name, evidence, folder / f"{name}.ipynb"))
+            copy = folder / f"{name}.ipynb"
+            machine.pages.append(Page(folder.name, name, evidence, copy, tuple(since)))
     return machine
+
+
+def _since(evidence: Evidence, folder: Path) -> list[str]:
+    """Results that are others now than those a summary read; its own hash does not see them."""
+    names = evidence.parameters.get("machines") or [f.name for f in _folders(folder.parent)]
+    found = [result for name in names for result in summary.results(name, [folder.parent / name])]
+    return summary.outdated(evidence, found)
+
+
+def _folders(accepted: Path) -> list[Path]:
+    return sorted(p for p in accepted.glob("*") if p.is_dir() and any(p.glob("*.json")))
 
 
 def _problems(folder: Path, name: str, source: Path) -> list[str]:
@@ -95,13 +111,19 @@ def _problems(folder: Path, name: str, source: Path) -> list[str]:
     evidence = read_evidence(evidence_path(folder, name))
     if evidence.machine and evidence.machine.name != folder.name:
         problems.append(f"measured on {evidence.machine.name}, not on {folder.name}")
-    return problems or _foreign_cells(folder / f"{name}.ipynb")
+    return problems or _bad_copy(folder / f"{name}.ipynb")
 
 
-def _foreign_cells(copy: Path) -> list[str]:
-    """Papermill's cell is not compared with the source, so nothing but code may call itself that."""
-    cells: list[Any] = nbformat.read(copy, as_version=4).cells
-    injected = [cell for cell in cells if "injected-parameters" in cell.metadata.get("tags", ())]
+def _bad_copy(copy: Path) -> list[str]:
+    """What verification leaves open and a page would stumble over."""
+    executed: Any = nbformat.read(copy, as_version=4)
+    try:
+        nbformat.validate(executed)
+        nbformat.writes(executed).encode()  # no half of a character
+    except (nbformat.ValidationError, UnicodeError) as error:
+        return [f"the executed notebook is not valid: {str(error).splitlines()[0]}"]
+    # Papermill's cell is not compared with the source, so nothing but code may call itself that.
+    injected = [c for c in executed.cells if "injected-parameters" in c.metadata.get("tags", ())]
     if len(injected) > 1 or any(cell.cell_type != "code" for cell in injected):
         return ["the executed notebook has cells that the source has not"]
     return []
@@ -129,12 +151,3 @@ def _what_to_do(machines: Sequence[MachineResults]) -> str:
             lines.append(f"{' ' * len(f'on {machine.name}')}  fusion-evidence accept {names}")
     lines.append("or leave them out, which the summary will say: --skip-stale")
     return "\n".join(lines)
-
-
-def archive_of(folder: Path) -> dict[str, Any]:
-    """What `import` wrote beside handed-in results; empty when it says nothing readable."""
-    try:
-        content = json.loads((folder / ARCHIVE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}

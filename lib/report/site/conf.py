@@ -8,8 +8,9 @@ if TYPE_CHECKING:  # read by Sphinx alone, and not needed to check or to package
     from sphinx.application import Sphinx
 
 project = "Fusion Evidence"
-extensions = ["myst_nb"]
+extensions = ["myst_nb", "sphinx.ext.githubpages"]
 language = "en"
+suppress_warnings = ["misc.highlighting_failure"]  # a result may hold code that is none
 exclude_patterns = ["_linked/**"]
 
 nb_execution_mode = "off"
@@ -21,6 +22,7 @@ myst_heading_anchors = 4
 html_theme = "furo"
 html_title = "Fusion Evidence"
 html_static_path = ["static"]
+html_favicon = "static/icon.svg"
 html_css_files = ["site.css"]
 html_extra_path: list[str] = []  # set by the caller: files as they are, at their own places
 html_copy_source = (

@@ -70,8 +70,10 @@ def scrolling(plain: re.Match[str]) -> str:
 _SCROLLING = '<div class="fe-scroll {kind}" tabindex="0"><table>{inside}</table></div>'
 
 
-def provenance(evidence: Evidence, *, imported: bool, language: Lang, links: str = "") -> str:
-    """Who measured a result, on what, when and with which versions. ``links``: HTML after it."""
+def provenance(
+    evidence: Evidence, *, imported: bool, language: Lang, more: Sequence[str] = ()
+) -> str:
+    """Who measured a result, on what, when and with which versions. ``more``: lines of HTML."""
     words = WORDS[language]
     machine = evidence.machine
     assert machine is not None  # verified
@@ -84,7 +86,7 @@ def provenance(evidence: Evidence, *, imported: bool, language: Lang, links: str
         f"{versions}",
         f"{words['commit']} <code>{escape((evidence.commit or words['unknown'])[:12])}</code>, "
         f"{changes}&ensp;·&ensp;{words['fresh']}",
-        links,
+        *more,
     ]
     kind = "fe-note fe-imported" if imported else "fe-note"
     return f'<div class="{kind}">{"".join(f"<p>{line}</p>" for line in lines if line)}</div>'

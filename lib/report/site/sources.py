@@ -121,7 +121,8 @@ class Sources:
                     outputs=inert_outputs(cell.outputs),
                 )
                 cells.append(new)
-        note = raw(provenance(page.evidence, imported=imported, language="en", links=_files(page)))
+        more = (_files(page), _since(page))
+        note = raw(provenance(page.evidence, imported=imported, language="en", more=more))
         title, _, rest = cells[0].source.partition("\n")
         cells[:1] = [nbformat.v4.new_markdown_cell(f"{title}\n\n{note}\n{rest}")]
         for number, cell in enumerate(cells):
@@ -170,6 +171,12 @@ def _tree(caption: str, documents: Sequence[str]) -> str:
 def _copy(file: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(file, target)
+
+
+def _since(page: Page) -> str:
+    if not page.since:
+        return ""
+    return f"accepted since, and not on this page: {escape(', '.join(page.since))}"
 
 
 def _files(page: Page) -> str:
