@@ -32,7 +32,8 @@ Report = Callable[[str], None]
 _KINDS = (".json", ".py", ".ptx", ".amdgcn", ".s", ".ttir", ".ttgir", ".llir", ".yaml")
 #: Folders of a run that are not called after their notebook.
 _OWNERS = {"calibration": "06_bit_exact_integration"}
-_HOME = re.compile(r"(?<![\w.~/-])/(?:(?:home|Users)/[\w.@-]+|root)(?=/|\b)")
+_START = r"(?<![\w.~/-])"  # of an absolute path
+_HOME = re.compile(rf"{_START}/(?:(?:home|Users)/[\w.@-]+|root)(?=/|\b)")
 _NOT_HERE = "NOT_RUN: packed on another machine than the one that ran"
 
 
@@ -159,12 +160,11 @@ def _text(file: Path) -> str:
 
 def anonymous(text: str) -> str:
     """A text without the folders of this machine and the names of its users' homes."""
-    text = text.replace(f"{paths.ROOT}/", "")
-    home, scratch = str(Path.home()), tempfile.gettempdir()
-    for folder, short in ((home, "~"), (scratch, "/tmp")):
+    text = batch.portable(text.replace(f"{paths.ROOT}/", ""))
+    for folder, short in ((str(Path.home()), "~"), (tempfile.gettempdir(), "/tmp")):
         if folder not in ("/", short):
-            text = text.replace(folder, short)
-    return batch.portable(_HOME.sub("~", text))
+            text = re.sub(rf"{_START}{re.escape(folder)}(?=/|\b)", short, text)
+    return _HOME.sub("~", text)
 
 
 def _warn(files: Mapping[str, str], report: Report) -> None:

@@ -54,18 +54,18 @@ def _words(text: str) -> str:
     return " ".join(text.split())
 
 
-def _verdict_box(evidence: Evidence, executed: Mapping[str, Any], _: Path) -> Iterator[str]:
+def _verdict_box(evidence: Evidence, executed: Mapping[str, Any], source: Path) -> Iterator[str]:
     """Each box shows the claims with the verdicts and reasons of the evidence."""
     lines = [f"{c.verdict.value}: {claim_title(c)}: {c.why}" for c in evidence.claims]
     begins = tuple(f"{verdict.value}: " for verdict in Verdict)
     data = [output.get("data", {}) for output in _outputs(executed)]
     boxes = [one for one in data if _text(one.get("text/plain", "")).startswith(begins)]
-    if not boxes:
+    if evidence.claims and not boxes:
         yield "there is no verdict box"
     for box in boxes:
         if _text(box["text/plain"]) != "\n".join(lines):
             yield "as text it has other verdicts or reasons than the evidence"
-        rest = _words(html.unescape(re.sub(r"<[^>]*>", "", _text(box["text/html"]))))
+        rest = _words(html.unescape(re.sub(r"<[^<>]*>", "", _text(box["text/html"]))))
         for line, claim in zip(lines, evidence.claims, strict=True):
             _, found, rest = rest.partition(_words(line.replace(": ", " ", 1)))
             if not found:
