@@ -24,6 +24,12 @@ from .numerics import Numerics, Reduction
 from .shapes import AttentionShape
 
 _INTERPRETED = not isinstance(tl.sum, triton.JITFunction)
+if _INTERPRETED:
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    # Triton 3.3 names this type and cannot make it.
+    if not hasattr(InterpreterBuilder, "get_int1_ty"):
+        InterpreterBuilder.get_int1_ty = lambda _: tl.int1
 
 BAD_POSITION, BAD_SLOT = 1, 2
 VECTOR = 8  # elements of 16 bits in the widest load

@@ -85,17 +85,16 @@ def test_capture_sees_graphs_from_the_cache_on_disk(codes):
     assert normalized(generated(write_in_place)) == normalized(codes["write_in_place"])
 
 
-def test_capture_restores_and_chains():
-    from torch._inductor.graph import GraphLowering
-
-    before = GraphLowering.__dict__["save_output_code"]
+def test_captures_nest_and_end(codes):
     with capture() as outer:
         with capture() as inner:
-            GraphLowering.save_output_code("text")
-        GraphLowering.save_output_code("more")
-    assert outer == ["text", "more"]
-    assert inner == ["text"]
-    assert GraphLowering.__dict__["save_output_code"] is before
+            generated(write_in_place)
+        generated(write_by_copying)
+    generated(write_in_place)
+    assert [normalized(code) for code in inner] == [normalized(codes["write_in_place"])]
+    assert [normalized(code) for code in outer] == [
+        normalized(codes[name]) for name in ("write_in_place", "write_by_copying")
+    ]
 
 
 def test_normalized_drops_what_does_not_run(codes):
@@ -108,7 +107,9 @@ def test_normalized_drops_what_does_not_run(codes):
         assert gone not in plain
     noisy = code.replace("async_compile.wait", "# another comment\n\nasync_compile.wait")
     assert normalized(noisy) == plain
-    assert normalized(code.replace("x1 + 256L", "x1 + 128L")) != plain
+    changed = code.replace("256L", "128L")  # a stride, as torch 2.4 and later ones write it
+    assert changed != code
+    assert normalized(changed) != plain
     assert normalized(codes["dynamic"]) != plain
 
 
@@ -405,6 +406,10 @@ print(json.dumps(found))
 @pytest.fixture(scope="module")
 def triton_codes():
     """As `codes`, in Triton: in a process of its own, because Triton is not interpreted there."""
+    from torch._inductor.graph import GraphLowering
+
+    if not hasattr(GraphLowering, "save_output_code"):
+        pytest.skip("torch 2.4 shows only code that loads, which Triton's does not without a GPU")
     script = REAL_TRITON.format(
         sizes=(BLOCKS, BLOCK, HEADS, DIM),
         source=inspect.getsource(write_in_place) + inspect.getsource(write_by_copying),

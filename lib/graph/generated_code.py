@@ -15,6 +15,9 @@ import tokenize
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 
 @contextmanager
@@ -28,6 +31,10 @@ def capture() -> Iterator[list[str]]:
     from torch._inductor.graph import GraphLowering
 
     codes: list[str] = []
+    if not hasattr(GraphLowering, "save_output_code"):  # torch 2.4: read what it loads instead
+        with loading(lambda module, source: codes.append(source)):
+            yield codes
+        return
     # A no-op static method up to torch 2.9 or so, None later; either way called on the class.
     previous = GraphLowering.__dict__["save_output_code"]
     chained = GraphLowering.save_output_code
@@ -42,6 +49,30 @@ def capture() -> Iterator[list[str]]:
         yield codes
     finally:
         GraphLowering.save_output_code = previous
+
+
+@contextmanager
+def loading(see: Callable[[ModuleType, str], None]) -> Iterator[None]:
+    """Call ``see(module, source)`` for every graph's module that Inductor loads inside.
+
+    Both are taken as they load: a compilation without caches forgets the module and deletes the file.
+    """
+    from torch._inductor.codecache import PyCodeCache
+
+    name = "load_by_key_path"
+    descriptor, original = PyCodeCache.__dict__[name], getattr(PyCodeCache, name)
+
+    def load(_: type, key: str, path: str, *rest: Any, **options: Any) -> ModuleType:
+        module = original(key, path, *rest, **options)
+        if hasattr(module, "call"):  # a kernel's has none
+            see(module, Path(path).read_text(encoding="utf-8"))
+        return module
+
+    setattr(PyCodeCache, name, classmethod(load))
+    try:
+        yield
+    finally:
+        setattr(PyCodeCache, name, descriptor)
 
 
 _KERNEL = re.compile(

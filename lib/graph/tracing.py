@@ -38,14 +38,18 @@ class Unavailable(Exception):
     """This torch has no such API; the message names it."""
 
 
-@torch.library.custom_op("fusion_evidence::traced_decode", mutates_args=())
+# Written out: torch 2.4 cannot read a schema off annotations that are strings, as they are here.
+_SCHEMA = "(Tensor x) -> Tensor"
+
+
+@torch.library.custom_op("fusion_evidence::traced_decode", mutates_args=(), schema=_SCHEMA)
 def traced_decode(x: Tensor) -> Tensor:
     """Twice x, and a count."""
     COUNTS["traced_decode"] += 1
     return x * 2
 
 
-@torch.library.custom_op("fusion_evidence::traced_prefill", mutates_args=())
+@torch.library.custom_op("fusion_evidence::traced_prefill", mutates_args=(), schema=_SCHEMA)
 def traced_prefill(x: Tensor) -> Tensor:
     """x + 1, and a count."""
     COUNTS["traced_prefill"] += 1

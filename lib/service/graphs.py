@@ -10,8 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -19,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fusion_evidence.lib.graph.generated_code import normalized
+from fusion_evidence.lib.graph.generated_code import loading, normalized
 
 _OPAQUE = "paged_attention"  # every graph of the model calls it; the prologue's own graph does not
 _BINARIES = (".cubin", ".hsaco")
@@ -56,8 +55,11 @@ class Traced:
         self._modules: dict[str, tuple[ModuleType, str]] = {}
 
     def __call__(self, *arguments: Any) -> Tensor:
-        with _loading(self._modules):
+        with loading(self._add):
             return self._function(*arguments)
+
+    def _add(self, module: ModuleType, source: str) -> None:
+        self._modules[str(module.__file__)] = module, source
 
     def reports(self) -> list[tuple[GraphReport, str]]:
         """Of each graph, with its normalized source; read after the calls, when kernels are tuned."""
@@ -72,30 +74,6 @@ class Traced:
             digest = hashlib.sha256(code.encode()).hexdigest()
             found.append((GraphReport(name, digest, *_read_kernels(module)), code))
         return found
-
-
-@contextmanager
-def _loading(found: dict[str, tuple[ModuleType, str]]) -> Iterator[None]:
-    """Add the graphs' modules that Inductor loads inside, with their source, by file.
-
-    Both are taken as they load: a compilation without caches forgets the module and deletes the file.
-    """
-    from torch._inductor.codecache import PyCodeCache
-
-    name = "load_by_key_path"
-    descriptor, original = PyCodeCache.__dict__[name], getattr(PyCodeCache, name)
-
-    def load(_: type, key: str, path: str, *rest: Any, **options: Any) -> ModuleType:
-        module = original(key, path, *rest, **options)
-        if hasattr(module, "call"):
-            found[path] = module, Path(path).read_text(encoding="utf-8")
-        return module
-
-    setattr(PyCodeCache, name, classmethod(load))
-    try:
-        yield
-    finally:
-        setattr(PyCodeCache, name, descriptor)
 
 
 def _read_kernels(

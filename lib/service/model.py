@@ -85,7 +85,15 @@ def _pinned_backend() -> AbstractContextManager[None]:
     return sdpa_kernel(backends[_backends[-1]])
 
 
-@torch.library.custom_op("fusion_evidence::paged_attention", mutates_args=())
+@torch.library.custom_op(
+    "fusion_evidence::paged_attention",
+    mutates_args=(),
+    # Written out: torch 2.4 cannot read it off annotations that are strings, as they are here.
+    schema=(
+        "(Tensor q, Tensor key_cache, Tensor value_cache, Tensor block_table, Tensor seq_len, "
+        "int layer) -> Tensor"
+    ),
+)
 def paged_attention(
     q: Tensor,
     key_cache: Tensor,
