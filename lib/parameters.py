@@ -17,7 +17,7 @@ import json
 import math
 import types
 import typing
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Union
@@ -197,27 +197,55 @@ def check_namespace(
 ) -> dict[str, Any]:
     """The parameter values of a running notebook, checked.
 
-    ``namespace`` is the notebook's ``globals()``. Papermill puts its values into a cell of its own
-    that begins with ``# Parameters``; its names are taken from the kernel's input history, so that
-    a misspelled one is an error instead of a silent default. Raises ParameterError.
+    ``namespace`` is the notebook's ``globals()``. The names that papermill injects are checked too,
+    so that a misspelled one is an error instead of a silent default. Raises ParameterError.
     """
-    injected: list[str] = []
-    for source in namespace.get("In", []):
-        if source.lstrip().startswith("# Parameters"):
-            injected = [
-                target.id
-                for statement in ast.parse(source).body
-                if isinstance(statement, ast.Assign)
-                for target in statement.targets
-                if isinstance(target, ast.Name)
-            ]
-    if problem := unknown_names(injected, parameters):
+    if problem := unknown_names(_injected(namespace), parameters):
         raise ParameterError(problem)
     if unset := [name for name in parameters if name not in namespace]:
         raise ParameterError(
             f"parameter {', '.join(unset)} has no value: run the parameters cell first"
         )
     return {name: check_value(p, namespace[name]) for name, p in parameters.items()}
+
+
+def take_profile(
+    parameters: Mapping[str, Parameter],
+    namespace: MutableMapping[str, Any],
+    values: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Put a profile's values where a running notebook still has its defaults; returns those put.
+
+    What was changed in the parameters cell or injected by papermill stays. Raises ParameterError.
+    """
+    if problem := unknown_names(values, parameters):
+        raise ParameterError(problem)
+    injected = _injected(namespace)
+    put = {
+        name: parse_value(parameters[name], value)
+        for name, value in values.items()
+        if name not in injected and namespace.get(name) == parameters[name].default
+    }
+    namespace.update(put)
+    return put
+
+
+def _injected(namespace: Mapping[str, Any]) -> list[str]:
+    """The names that papermill gave values, in a cell of its own that begins with ``# Parameters``.
+
+    From the kernel's input history.
+    """
+    names: list[str] = []
+    for source in namespace.get("In", []):
+        if source.lstrip().startswith("# Parameters"):
+            names = [
+                target.id
+                for statement in ast.parse(source).body
+                if isinstance(statement, ast.Assign)
+                for target in statement.targets
+                if isinstance(target, ast.Name)
+            ]
+    return names
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,21 @@ def book(notebook):
     return Recorder.open("01_tiny", {"count": 3})
 
 
+def test_by_hand_a_notebook_takes_the_profile_and_says_so(notebook, tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("FUSION_EVIDENCE_RUN_DIR", raising=False)
+    monkeypatch.setattr(paths, "PARAMETERS", tmp_path)
+    (tmp_path / "cpu.yaml").write_text("01_tiny: {count: 9}\n01_other: {size: 3}\n")
+    namespace = {"count": 2}
+    assert Recorder.open("01_tiny", namespace).evidence.parameters == {"count": 9}
+    assert namespace["count"] == 9
+    assert "From cpu.yaml" in (said := capsys.readouterr().out)
+    assert "count = 9" in said
+    assert Recorder.open("01_tiny", {"count": 3}).evidence.parameters == {"count": 3}
+    monkeypatch.setenv("FUSION_EVIDENCE_RUN_DIR", str(tmp_path))  # the runner has passed its own
+    assert Recorder.open("01_tiny", {"count": 2}).evidence.parameters == {"count": 2}
+    assert capsys.readouterr().out == ""
+
+
 def test_every_record_is_on_disk_at_once(book):
     on_disk = read_evidence(book.path)
     assert (on_disk.run, on_disk.parameters) == ("incomplete", {"count": 3})

@@ -11,6 +11,7 @@ from fusion_evidence.lib.parameters import (
     check_values,
     parse_value,
     read_parameters,
+    take_profile,
 )
 
 CELL = """
@@ -129,6 +130,18 @@ def known() -> dict[str, object]:
 
 
 GOOD = dict(layers=1, tokens=[1, 65536], scale=0.0, mode="eager", peers=["vllm"], other=-1)
+
+
+def test_a_profile_fills_what_is_still_a_default(declared):
+    values = {name: parameter.default for name, parameter in declared.items()}
+    injected = ["", "# Parameters\nrate = 0.5\n"]
+    values |= {"count": 7, "In": injected}  # changed in its cell; injected, though the default
+    profile = {"count": 3, "rate": 2, "tokens": [1], "limit": "5"}
+    assert take_profile(declared, values, profile) == {"tokens": [1], "limit": 5}
+    assert (values["count"], values["rate"], values["tokens"]) == (7, 0.5, [1])
+    assert take_profile(declared, values, profile) == {}  # its cell runs again
+    with pytest.raises(ParameterError, match="cuont"):
+        take_profile(declared, values, {"cuont": 1})
 
 
 def test_good_values_pass():

@@ -13,20 +13,27 @@ Every record is on disk when its call returns, so that a killed notebook keeps w
 
 from __future__ import annotations
 
+import os
 import sys
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import yaml
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.display import display
 
 from fusion_evidence.lib import paths
 from fusion_evidence.lib.measure import machine as machine_module
-from fusion_evidence.lib.parameters import check_namespace, read_parameters
+from fusion_evidence.lib.parameters import (
+    Parameter,
+    check_namespace,
+    read_parameters,
+    take_profile,
+)
 from fusion_evidence.lib.report.box import box_html, claim_title
 from fusion_evidence.lib.report.evidence import (
     Claim,
@@ -60,18 +67,21 @@ class Recorder:
         self._save()
 
     @classmethod
-    def open(cls, notebook: str, namespace: Mapping[str, Any]) -> Recorder:
+    def open(cls, notebook: str, namespace: MutableMapping[str, Any]) -> Recorder:
         """Check the notebook's parameters and start its evidence anew.
 
-        ``notebook`` is the file's name without ``.ipynb``; ``namespace`` its ``globals()``. Raises
+        ``notebook`` is the file's name without ``.ipynb``; ``namespace`` its ``globals()``. Opened
+        by hand, a notebook gets this machine's profile, as under the runner, and says so. Raises
         ParameterError for a value that does not fit its annotation and for a name that papermill
         passed but the notebook does not have; FileNotFoundError when there is no such notebook.
         """
         source = paths.NOTEBOOKS / f"{notebook}.ipynb"
         if not source.is_file():
             raise FileNotFoundError(f"no notebook {source.name} in {source.parent}")
-        parameters = check_namespace(read_parameters(source), namespace)
-        machine = machine_module.detect()
+        machine, declared = machine_module.detect(), read_parameters(source)
+        if not os.environ.get("FUSION_EVIDENCE_RUN_DIR"):  # which the runner has done
+            _take_profile(machine.profile, notebook, declared, namespace)
+        parameters = check_namespace(declared, namespace)
         commit, dirty = revision()
         evidence = Evidence(
             notebook=notebook,
@@ -291,3 +301,16 @@ def _kernel() -> str:
 
 def _now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def _take_profile(
+    profile: str,
+    notebook: str,
+    declared: Mapping[str, Parameter],
+    namespace: MutableMapping[str, Any],
+) -> None:
+    file = paths.PARAMETERS / f"{profile}.yaml"
+    values = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    if put := take_profile(declared, namespace, values.get(notebook) or {}):
+        given = ", ".join(f"{name} = {value!r}" for name, value in put.items())
+        print(f"From {file.name}, for what the parameters cell leaves at its default: {given}")
