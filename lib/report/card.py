@@ -238,6 +238,7 @@ def _about(found: Sequence[Result]) -> dict[str, Any]:
         "arch": machine.arch if machine else None,
         "versions": machine.versions if machine else {},
         "candidate": _own_kernel(found),
+        "handed_in": any(r.handed_in for r in found),
         "results": [
             {
                 "notebook": r.notebook,
@@ -371,6 +372,8 @@ def _head(machine: str, found: Sequence[Result], lang: Lang) -> list[str]:
     counted = [f"{n} {verdict}" for verdict, n in counts.items() if n]
     if counted:
         lines += ["", f"**{_phrase(lang, 'verdicts')[0]}** " + _comma(lang).join(counted)]
+    if any(r.handed_in for r in found):
+        lines += ["", f"**{word('handed_in', lang)}**"]
     if about["candidate"]:
         lines += ["", _phrase(lang, "kernel")[0].format(name=_code(about["candidate"]))]
     spoiled = [r for r in found if r.state in ("stale", "incomplete", "unreadable")]

@@ -307,6 +307,10 @@ WORDS: dict[str, tuple[str, str]] = {
     "bound": ("rate below {bound} (95 %)", "比例低于 {bound}（95%）"),
     "no figure": ("–", "–"),
     "none": ("none", "无"),
+    "handed_in": (
+        "Handed in and verified, not run by this project.",
+        "由他人提交并通过校验，并非本项目运行。",
+    ),
     "the whole notebook": ("the whole notebook", "整个 notebook"),
 }
 

@@ -6,6 +6,7 @@ or stale is a state with its reason, never an error; only a complete and fresh o
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,6 +54,7 @@ class Result:
     state: State
     why: str  #: why it does not count; empty for a fresh one
     path: Path  #: where it lies, or would
+    handed_in: bool = False  #: verified, but not run by this project
 
     @property
     def counts(self) -> bool:
@@ -109,6 +111,7 @@ def results(machine: str, where: Sequence[Path] | None = None) -> list[Result]:
 def _read(notebook: str, machine: str, folder: Path) -> Result:
     path = evidence_path(folder, notebook)
     evidence = read_evidence(path)
+    record = _handed_in(folder)
     made_on = evidence.machine.name if evidence.machine else "no machine"
     state: State = "fresh"
     why = ""
@@ -116,13 +119,21 @@ def _read(notebook: str, machine: str, folder: Path) -> Result:
         state, why = "missing", f"no result on {machine}"
     elif evidence.run == "not_run":
         state, why = "unreadable", evidence.reason or "it holds no run"
-    elif (evidence.notebook, made_on) != (notebook, machine):
+    elif (evidence.notebook, made_on) != (notebook, record or machine):
         state, why = "unreadable", f"{path.name} is of {evidence.notebook} on {made_on}"
     elif evidence.run != "complete":
         state, why = "incomplete", evidence.reason or "it was not finished"
     elif not is_fresh(evidence):
         state, why = "stale", "the notebook or a module it imports has changed since"
-    return Result(notebook, machine, evidence, state, why, path)
+    return Result(notebook, machine, evidence, state, why, path, record is not None)
+
+
+def _handed_in(folder: Path) -> str | None:
+    """The machine of a run that somebody handed in, whose folder may be called otherwise."""
+    try:
+        return str(json.loads((folder / "archive.json").read_text(encoding="utf-8"))["machine"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 # --- claims
