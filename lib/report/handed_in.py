@@ -99,7 +99,7 @@ def _place(result: Verification, folder: Path) -> None:
     try:
         for name, content in files.items():
             archive.write_bytes(new / name, content)
-        text = json.dumps(handed_in.model_dump(mode="json"), indent=1, ensure_ascii=False)
+        text = json.dumps(handed_in.model_dump(mode="json"), indent=1)
         archive.write_bytes(new / batch.ARCHIVE_RECORD, f"{text}\n".encode())
         os.chmod(new, 0o755)
         _take_name(new, folder)

@@ -61,18 +61,18 @@ def pack(
     if not present:
         raise ArchiveError(f"no results in {results}")
     of, packed = _examined(present, results, machine, stale)
-    files = {
-        f"{RESULTS}/{path.stem}.{kind}": _text(results / f"{path.stem}.{kind}")
-        for path in present
+    absent: dict[str, str] = {}
+    files = _left(results, list(packed), absent) | {
+        f"{RESULTS}/{name}.{kind}": _text(results / f"{name}.{kind}")
+        for name in packed
         for kind in ("json", "ipynb")
     }
-    absent: dict[str, str] = {}
-    files |= _left(results, list(packed), absent)
     on_it = (here.name, here.device_name, here.arch) == (of.name, of.device_name, of.arch)
     if on_it:
         files |= assembly_of(here, _numerics(results), absent)
     else:
         absent |= dict.fromkeys(("assembly", "clocks", "packages"), _NOT_HERE)
+    _warn(files, report)
     contents = {name: text.encode() for name, text in files.items()}
     commit, dirty = revision()
     manifest = Manifest(
@@ -86,19 +86,25 @@ def pack(
         absent=absent,
         files=archive.manifest_files(contents),
     )
-    _warn(files, report)
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".pack-", dir=target.parent) as folder:
-            draft = Path(folder) / target.name
-            archive.write_archive(draft, manifest, contents)
-            result = archive_check.verify(draft, present[0].parent)
-            if not result.accepted(stale):
-                found = " | ".join(map(str, result.failed or result.stale))
-                raise ArchiveError(f"not packed, since it would not be verified: {found}")
-            os.replace(draft, target)
+        return _write(target, manifest, contents, present[0].parent, stale)
     except OSError as error:
         raise ArchiveError(f"cannot write {target}: {error.strerror or error}") from None
+
+
+def _write(
+    target: Path, manifest: Manifest, contents: Mapping[str, bytes], notebooks: Path, stale: bool
+) -> archive_check.Verification:
+    """Write a draft beside the target and verify it, before it takes the target's name."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".pack-", dir=target.parent) as folder:
+        draft = Path(folder) / target.name
+        archive.write_archive(draft, manifest, contents)
+        result = archive_check.verify(draft, notebooks)
+        if not result.accepted(stale):
+            found = " | ".join(map(str, result.failed or result.stale))
+            raise ArchiveError(f"not packed, since it would not be verified: {found}")
+        os.replace(draft, target)
     return result
 
 
