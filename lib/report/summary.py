@@ -205,7 +205,7 @@ def not_run(found: Iterable[Result]) -> pd.DataFrame:
     ]
     table = claims(found)
     asked = table[table.counts.astype(bool) & table.verdict.eq(Verdict.NOT_RUN.value)]
-    rows = pd.concat([pd.DataFrame(whole, columns=table.columns).fillna(""), asked])
+    rows = pd.concat([pd.DataFrame(whole).reindex(columns=table.columns, fill_value=""), asked])
     rows = rows.assign(verdict=Verdict.NOT_RUN.value)
     return _merged(rows)
 
