@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import functools
+import hashlib
 import http.server
 import json
 import re
@@ -24,11 +25,12 @@ from click.testing import CliRunner
 from fusion_evidence.lib import batch, cli, paths
 from fusion_evidence.lib.batch import BatchError
 from fusion_evidence.lib.report.evidence import freshness_hash
+from fusion_evidence.lib.report.handed_in import HandedIn
 from fusion_evidence.lib.report.publish import publish
 from fusion_evidence.lib.report.site import collect as collect_module
 from fusion_evidence.lib.report.site import links
 from fusion_evidence.lib.report.site.build import MARK
-from fusion_evidence.lib.report.site.collect import ARCHIVE, collect
+from fusion_evidence.lib.report.site.collect import collect
 from fusion_evidence.lib.report.site.inert import inert_html, inert_markdown, inert_outputs
 from fusion_evidence.lib.report.site.sources import Sources
 
@@ -129,7 +131,6 @@ def handed_in(made, tmp_path_factory) -> Path:
     """The small repository with results of another machine whose every text is hostile."""
     root = Path(shutil.copytree(made, tmp_path_factory.mktemp("handed") / "repository"))
     folder = Path(shutil.copytree(root / "data/runs/cpu", root / "data/runs/gfx936"))
-    (folder / ARCHIVE).write_text("{}")
 
     def change_evidence(document):
         document["machine"] |= {"name": "gfx936", "device_name": INJECTED, "driver": INJECTED}
@@ -157,7 +158,28 @@ def handed_in(made, tmp_path_factory) -> Path:
     for name in ("01_first", "02_second"):
         edit(folder / f"{name}.json", change_evidence)
         edit(folder / f"{name}.ipynb", change_copy)
+    record(folder)
     return root
+
+
+def record(folder: Path) -> None:
+    """Say of a folder of results what `import` says of those that it lets in."""
+    digest = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+    said = HandedIn(
+        sha256="ab" * 32,
+        imported="2026-01-01T00:00:00+00:00",
+        machine="gfx936",
+        created="2026-01-01T00:00:00+00:00",
+        commit=None,
+        dirty=None,
+        versions={},
+        packages=None,
+        clocks=None,
+        stale=[],
+        absent={},
+        files=digest,
+    )
+    (folder / batch.ARCHIVE_RECORD).write_text(said.model_dump_json())
 
 
 @pytest.fixture(scope="module")
@@ -184,6 +206,7 @@ def test_results_of_other_sources_are_refused_with_what_to_run(repository, tmp_p
     assert "cpu/01_first: stale" in lines[1]
     assert "cpu/02_second: run is incomplete" in lines[2]
     assert "on cpu: fusion-evidence run --only 01_first --only 02_second" in lines
+    assert "    then fusion-evidence accept --only 01_first --only 02_second" in lines
     assert not (tmp_path / "site").exists()
 
 
@@ -257,6 +280,22 @@ def test_spoiled_results_are_named_and_refused(repository, spoil, reason):
         collect(repository / "data/runs", repository / "notebooks")
     (line,) = (line for line in str(refusal.value).splitlines() if line.startswith("  cpu/"))
     assert reason in line
+
+
+def test_a_handed_in_file_that_was_changed_since_is_refused(repository):
+    """Its folder may have any name; its files have to be those of the archive."""
+    results = repository / "data/runs"
+    shutil.copytree(results / "cpu", results / "gfx936-of-a-friend")
+    for name in ("01_first", "02_second"):
+        file = results / "gfx936-of-a-friend" / f"{name}.json"
+        edit(file, lambda document: document["machine"].update(name="gfx936"))
+    record(results / "gfx936-of-a-friend")
+    _, theirs = collect(results, repository / "notebooks")
+    assert (theirs.name, len(theirs.pages)) == ("gfx936-of-a-friend", 2)
+    file.write_text(file.read_text() + " ")
+    with pytest.raises(BatchError, match="no longer the file handed in") as refusal:
+        collect(results, repository / "notebooks")
+    assert "by who handed it in" in str(refusal.value)
 
 
 def test_the_command_says_what_is_wrong_in_one_error(repository, tmp_path):
@@ -472,6 +511,7 @@ def test_a_page_of_another_machine_says_that_it_was_handed_in(site):
     assert "Handed in, verified, not run by this project" in theirs
     assert "Handed in" not in ours
     assert "Measured by this project" in ours
+    assert "ab" * 32 in theirs
     assert "document.title='owned'" in theirs, "their text is shown, as text"
 
 
@@ -541,6 +581,32 @@ def test_the_same_results_give_the_same_pages(repository, tmp_path):
     pages = sorted(path.relative_to(first) for path in first.rglob("*.html"))
     assert pages == sorted(path.relative_to(second) for path in second.rglob("*.html"))
     assert all((first / page).read_bytes() == (second / page).read_bytes() for page in pages)
+
+
+# --- the README in Chinese says what the English one says
+
+
+def skeleton(readme: str) -> dict[str, object]:
+    """What both READMEs have in common: all but the words."""
+    text = (ROOT / readme).read_text(encoding="utf-8")
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^```(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+    plain = [re.sub(r'\s*#.*|\["[^"]*"\]', "", block, flags=re.MULTILINE) for block in blocks]
+    targets = links.links(text)
+    return {
+        "headings": re.findall("^#+ ", prose, flags=re.MULTILINE),
+        "commands": plain,
+        "links": [re.sub(r"README.*", "the other", target) for target in targets],
+        "code": sorted(set(re.findall(r"`([^`\n]+)`", prose))),
+        "tables": [line.count("|") for line in prose.splitlines() if line.startswith("|")],
+    }
+
+
+def test_the_chinese_readme_is_in_step():
+    english, chinese = skeleton("README.md"), skeleton("README.zh-CN.md")
+    assert len(english["commands"]) > 2
+    for name, found in english.items():
+        assert chinese[name] == found, f"{name}: README.zh-CN.md and README.md differ"
 
 
 # --- every page, as a browser shows it

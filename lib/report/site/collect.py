@@ -10,12 +10,11 @@ from typing import Any
 
 import nbformat
 
-from fusion_evidence.lib.batch import BatchError, verify
+from fusion_evidence.lib.batch import ARCHIVE_RECORD, BatchError, verify
 from fusion_evidence.lib.report import summary
+from fusion_evidence.lib.report.archive import ArchiveError
 from fusion_evidence.lib.report.evidence import Evidence, evidence_path, read_evidence
-
-#: Written by `import` beside results that somebody else measured.
-ARCHIVE = "archive.json"
+from fusion_evidence.lib.report.handed_in import HandedIn, handed_in
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class MachineResults:
 
     name: str
     folder: Path
-    imported: bool  #: handed in: verified, but not run by this project
+    archive: HandedIn | None = None  #: they were handed in: verified, not run by this project
     pages: list[Page] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)  #: notebook -> why
     absent: list[str] = field(default_factory=list)  #: notebooks without a result here
@@ -72,11 +71,16 @@ def collect(
 def _collect(folder: Path, notebooks: Path) -> MachineResults:
     sources = {path.stem for path in notebooks.glob("*.ipynb")}
     files = (path for path in folder.iterdir() if path.suffix in (".json", ".ipynb"))
-    present = {path.stem for path in files if path.name != ARCHIVE}
-    machine = MachineResults(folder.name, folder, imported=(folder / ARCHIVE).exists())
-    machine.absent = sorted(sources - present)
+    present = {path.stem for path in files if path.name != ARCHIVE_RECORD}
+    machine = MachineResults(folder.name, folder, absent=sorted(sources - present))
+    damaged = []
+    try:
+        machine.archive = handed_in(folder)
+    except ArchiveError as error:
+        damaged = [str(error)]
+    measured_on = machine.archive.machine if machine.archive else folder.name
     for name in sorted(present):
-        problems = _problems(folder, name, notebooks / f"{name}.ipynb")
+        problems = damaged or _problems(folder, name, notebooks / f"{name}.ipynb", measured_on)
         evidence = read_evidence(evidence_path(folder, name))
         since = _since(evidence, folder) if name == summary.SUMMARY and not problems else []
         if own := [result for result in since if result.endswith(f" on {folder.name}")]:
@@ -97,10 +101,10 @@ def _since(evidence: Evidence, folder: Path) -> list[str]:
 
 
 def _folders(accepted: Path) -> list[Path]:
-    return sorted(p for p in accepted.glob("*") if p.is_dir() and any(p.glob("*.json")))
+    return sorted(p for p in accepted.glob("[!.]*") if p.is_dir() and any(p.glob("*.json")))
 
 
-def _problems(folder: Path, name: str, source: Path) -> list[str]:
+def _problems(folder: Path, name: str, source: Path, measured_on: str) -> list[str]:
     if not re.fullmatch(r"[\w.-]+", f"{folder.name}{name}", re.ASCII):
         return ["a name with other signs than letters, digits, '.', '_' and '-'"]
     if not source.is_file():
@@ -109,8 +113,8 @@ def _problems(folder: Path, name: str, source: Path) -> list[str]:
         return ["a link, not a file"]
     problems = verify(source, folder)
     evidence = read_evidence(evidence_path(folder, name))
-    if evidence.machine and evidence.machine.name != folder.name:
-        problems.append(f"measured on {evidence.machine.name}, not on {folder.name}")
+    if evidence.machine and evidence.machine.name != measured_on:
+        problems.append(f"measured on {evidence.machine.name}, not on {measured_on}")
     return problems or _bad_copy(folder / f"{name}.ipynb")
 
 
@@ -144,10 +148,11 @@ def _what_to_do(machines: Sequence[MachineResults]) -> str:
         if not machine.left_out:
             continue
         names = " ".join(f"--only {name}" for name in machine.left_out)
-        if machine.imported:
-            lines.append(f"on {machine.name}, by who handed it in: run {names}; pack; then import")
+        if (machine.folder / ARCHIVE_RECORD).exists():
+            lines.append(f"on {machine.name}, by who handed it in: fusion-evidence run {names}")
+            lines.append("    then pack there, and import here with --replace")
         else:
             lines.append(f"on {machine.name}: fusion-evidence run {names}")
-            lines.append(f"{' ' * len(f'on {machine.name}')}  fusion-evidence accept {names}")
+            lines.append(f"    then fusion-evidence accept {names}")
     lines.append("or leave them out, which the summary will say: --skip-stale")
     return "\n".join(lines)

@@ -31,6 +31,7 @@ _TEXT: dict[Lang, str] = {
 Everything here comes from result files that were verified and are fresh: the notebook and the code
 that gave them have not changed since. Figures of the article that this collection follows are
 labelled `published, gfx936`; nothing was measured on that machine unless it has a section below.
+
 {about}
 
 ## Results
@@ -42,12 +43,15 @@ the executed notebook.
 
 *融合 kernel 放进完整模型后还成立吗？如果不成立，最先变化的是哪一位，为什么？*
 
-本站内容全部来自通过校验且未过期的结果文件：产生这些结果的笔记本与代码此后没有改动。所跟随的文章中的数字一律标注为
-`published, gfx936`（文中公布）；除非下文有那台机器自己的一节，本项目没有在那台机器上测过任何东西。{about}
+本站内容全部来自通过校验且未过期的结果文件：产生这些结果的 notebook 与代码此后没有改动。\
+所跟随的文章中的数字一律标注为 `published, gfx936`（文中公布）；\
+除非下文有那台机器自己的一节，本项目没有在那台机器上测过任何东西。
+
+{about}
 
 ## 结果
 
-每行一本笔记本，每列一台机器：按判定统计的论断数。单元格链接到已执行的笔记本（英文）。
+每行一个 notebook，每列一台机器：按判定统计的陈述数。单元格链接到已执行的 notebook（英文）。
 """,
 }
 _ABOUT: dict[Lang, str] = {
@@ -56,7 +60,7 @@ _ABOUT: dict[Lang, str] = {
 }
 _CLAIMS: dict[Lang, str] = {
     "en": "## Claims\n\nA verdict leads to the page that has its reason. PASS: the claim as worded holds.",
-    "zh": "## 论断\n\n判定链接到说明理由的页面。PASS 表示该条陈述按字面成立。",
+    "zh": "## 陈述\n\n判定链接到说明理由的页面。PASS 表示该条陈述按字面成立。",
 }
 _LEFT_OUT: dict[Lang, str] = {
     "en": "**Left out of this site**, because they would not be accepted today:",
@@ -64,7 +68,7 @@ _LEFT_OUT: dict[Lang, str] = {
 }
 _CARD: dict[Lang, str] = {
     "en": "[The whole card of {name}]({link}): every figure and claim, with its result file.",
-    "zh": "[{name} 的完整证据卡]({link})：每个数字与论断，连同其结果文件。",
+    "zh": "[{name} 的完整证据卡]({link})：每个数字与陈述，连同其结果文件。",
 }
 _SUFFIX: dict[Lang, str] = {"en": "", "zh": ".zh-CN"}
 
@@ -160,7 +164,7 @@ def _section(machine: MachineResults, served: Path, language: Lang) -> str:
     return "\n\n".join(
         [
             f"## {machine.name}",
-            raw(provenance(last.evidence, imported=machine.imported, language=language)),
+            raw(provenance(last.evidence, machine.archive, language)),
             raw(table(map(escape, head), cells)),
             _CARD[language].format(name=machine.name, link=link),
         ]
@@ -180,7 +184,7 @@ def card_page(machine: MachineResults, served: Path, language: Lang) -> str:
 
     title, _, rest = evidence_card.card(machine.name, language, [folder]).partition("\n")
     last = max(machine.pages, key=lambda page: page.evidence.finished or "")
-    note = provenance(last.evidence, imported=machine.imported, language=language)
+    note = provenance(last.evidence, machine.archive, language)
     body = re.sub("<table>(.*?)</table>", scrolling, inert_markdown(rest, resolve), flags=re.DOTALL)
     words = inert_markdown(title.lstrip("# "))
     heading = re.sub("<[^>]*>", "", words).strip()

@@ -8,6 +8,7 @@ from html import escape
 
 from fusion_evidence.lib.report.box import COLOURS
 from fusion_evidence.lib.report.evidence import Evidence, Verdict
+from fusion_evidence.lib.report.handed_in import HandedIn
 from fusion_evidence.lib.report.labels import Lang
 
 #: Words of the pages in both languages.
@@ -15,6 +16,7 @@ WORDS: dict[Lang, dict[str, str]] = {
     "en": {
         "measured": "Measured by this project",
         "imported": "Handed in, verified, not run by this project",
+        "archive": "SHA-256 of the archive:",
         "fresh": "fresh: the notebook and the code it imports are still those that gave it",
         "commit": "commit",
         "clean": "no uncommitted changes",
@@ -29,14 +31,15 @@ WORDS: dict[Lang, dict[str, str]] = {
     "zh": {
         "measured": "由本项目实测",
         "imported": "由他人提交并通过校验，并非本项目运行",
-        "fresh": "未过期：笔记本及其导入的代码与产生该结果时一致",
+        "archive": "归档文件的 SHA-256：",
+        "fresh": "未过期：notebook 及其导入的代码与产生该结果时一致",
         "commit": "提交",
         "clean": "无未提交的改动",
         "dirty": "含未提交的改动",
         "unknown": "未知",
         "result": "结果 JSON",
-        "notebook": "笔记本",
-        "claim": "论断",
+        "notebook": "notebook",
+        "claim": "陈述",
         "absent": "无结果",
         "left_out": "未收录",
     },
@@ -71,7 +74,7 @@ _SCROLLING = '<div class="fe-scroll {kind}" tabindex="0"><table>{inside}</table>
 
 
 def provenance(
-    evidence: Evidence, *, imported: bool, language: Lang, more: Sequence[str] = ()
+    evidence: Evidence, archive: HandedIn | None, language: Lang, more: Sequence[str] = ()
 ) -> str:
     """Who measured a result, on what, when and with which versions. ``more``: lines of HTML."""
     words = WORDS[language]
@@ -81,12 +84,13 @@ def provenance(
     versions = ", ".join(f"{escape(k)} {escape(v)}" for k, v in machine.versions.items() if v)
     day = escape((evidence.finished or evidence.started or "")[:10])
     lines = [
-        f"<b>{words['imported' if imported else 'measured']}</b>&ensp;·&ensp;"
+        f"<b>{words['imported' if archive else 'measured']}</b>&ensp;·&ensp;"
         f"{escape(machine.device_name)} (<code>{escape(machine.name)}</code>)&ensp;·&ensp;{day}",
-        f"{versions}",
+        versions,
         f"{words['commit']} <code>{escape((evidence.commit or words['unknown'])[:12])}</code>, "
         f"{changes}&ensp;·&ensp;{words['fresh']}",
+        f"{words['archive']} <code>{archive.sha256}</code>" if archive else "",
         *more,
     ]
-    kind = "fe-note fe-imported" if imported else "fe-note"
+    kind = "fe-note fe-imported" if archive else "fe-note"
     return f'<div class="{kind}">{"".join(f"<p>{line}</p>" for line in lines if line)}</div>'

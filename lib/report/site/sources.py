@@ -17,9 +17,10 @@ from typing import Any
 
 import nbformat
 
-from fusion_evidence.lib.batch import BatchError
+from fusion_evidence.lib.batch import ARCHIVE_RECORD, BatchError
 from fusion_evidence.lib.report import labels
 from fusion_evidence.lib.report.evidence import evidence_path
+from fusion_evidence.lib.report.handed_in import HandedIn
 from fusion_evidence.lib.report.labels import Lang
 from fusion_evidence.lib.report.site import links
 from fusion_evidence.lib.report.site.collect import MachineResults, Page
@@ -60,10 +61,13 @@ class Sources:
     def write(self) -> None:
         """Write everything. BatchError names a document's link that leads nowhere."""
         for machine in self.machines:
+            if machine.archive:  # the card reads it, too
+                record = f"data/runs/{machine.name}/{ARCHIVE_RECORD}"
+                _copy(machine.folder / ARCHIVE_RECORD, self.extra / record)
             for page in machine.pages:
                 evidence = evidence_path(machine.folder, page.notebook)
                 _copy(evidence, self.extra / f"{page.document}.json")
-                self._put(f"{page.document}.ipynb", self._notebook(page, machine.imported))
+                self._put(f"{page.document}.ipynb", self._notebook(page, machine.archive))
         served = self.extra / "data" / "runs"
         for language in labels.LANGUAGES:
             text = index(self.machines, served, language)
@@ -103,7 +107,7 @@ class Sources:
 
     # --- notebooks
 
-    def _notebook(self, page: Page, imported: bool) -> str:
+    def _notebook(self, page: Page, archive: HandedIn | None) -> str:
         """The executed notebook as a page: its own cells, a note on its origin, inert outputs."""
         executed: Any = nbformat.read(page.copy, as_version=4)
         source = f"notebooks/{page.notebook}.ipynb"
@@ -121,8 +125,7 @@ class Sources:
                     outputs=inert_outputs(cell.outputs),
                 )
                 cells.append(new)
-        more = (_files(page), _since(page))
-        note = raw(provenance(page.evidence, imported=imported, language="en", more=more))
+        note = raw(provenance(page.evidence, archive, "en", (_files(page), _since(page))))
         title, _, rest = cells[0].source.partition("\n")
         cells[:1] = [nbformat.v4.new_markdown_cell(f"{title}\n\n{note}\n{rest}")]
         for number, cell in enumerate(cells):
