@@ -26,8 +26,9 @@ test: $(READY)
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
+# Opens on the summary; in a container: ARGS="--allow-root --no-browser --ip=0.0.0.0".
 lab: $(READY)
-	$(BIN)/jupyter lab notebooks
+	JUPYTER_PREFER_ENV_PATH=1 $(BIN)/jupyter lab notebooks --LabApp.default_url=/lab/tree/00_summary.ipynb $(ARGS)
 
 # From accepted, fresh results; ARGS=--skip-stale leaves the others out.
 site: $(READY)

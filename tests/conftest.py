@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import nbformat
 import pytest
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 
 @pytest.fixture(scope="session")
@@ -36,6 +41,25 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    """A headless Chromium; where none starts, the test fails and says what to install."""
+    from playwright.sync_api import Error, sync_playwright
+
+    known = ("chromium", "chromium-browser", "google-chrome")
+    installed = next(filter(None, map(shutil.which, known)), None)
+    with sync_playwright() as playwright:
+        try:
+            chromium = playwright.chromium.launch(executable_path=installed)
+        except Error as error:
+            pytest.fail(
+                "no Chromium starts here, so no page was looked at: apt-get install chromium, "
+                f"or .venv/bin/playwright install --with-deps chromium\n{error}"
+            )
+        yield chromium
+        chromium.close()
 
 
 def _write_notebook(path: Path, *cells: str, parameters: str = "") -> Path:
