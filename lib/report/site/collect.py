@@ -97,7 +97,8 @@ def _since(evidence: Evidence, folder: Path) -> list[str]:
     """Results that are others now than those a summary read; its own hash does not see them."""
     names = evidence.parameters.get("machines") or [f.name for f in _folders(folder.parent)]
     found = [result for name in names for result in summary.results(name, [folder.parent / name])]
-    return summary.outdated(evidence, found)
+    changed = summary.outdated(evidence, found)
+    return [result for result in changed if result.rpartition(" on ")[2] in names]
 
 
 def _folders(accepted: Path) -> list[Path]:
