@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from IPython.display import Markdown
 from pandas.io.formats.style import Styler
 
 from fusion_evidence.lib import paths
@@ -136,7 +137,7 @@ def beside_published(facts: Sequence[Fact]) -> pd.DataFrame:
         said = measured(fact)
         if fact.value is not None and fact.not_comparable:  # the reason has no room here
             said = f"{_value(fact, 'en')}, {word('not_comparable')}"
-        text = {"text": textwrap.shorten(said, 52, placeholder=" …"), "counts": counts}
+        text = {"text": textwrap.shorten(said, 64, placeholder=" …"), "counts": counts}
         names = ("value", "low", "high")
         source = {"figure": title, "source": word("published, gfx936")}
         rows.append(source | dict(value=theirs, text=published(fact), counts=True))
@@ -147,10 +148,10 @@ def beside_published(facts: Sequence[Fact]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=columns).drop_duplicates(["figure", "source"])
 
 
-def listed(rows: pd.DataFrame, lang: Lang = "en") -> Styler | str:
+def listed(rows: pd.DataFrame, lang: Lang = "en") -> Styler | Markdown:
     """A list of claims (`summary.proved` and its like) in words, as a table for a page."""
     if rows.empty:
-        return word("none", lang)
+        return Markdown(f"*{word('none', lang)}*")
     said = pd.DataFrame(
         {
             "notebook": row["notebook"][:2],
@@ -163,7 +164,22 @@ def listed(rows: pd.DataFrame, lang: Lang = "en") -> Styler | str:
     )
     alike = said.verdict.nunique() == 1
     said = said.drop(columns="verdict") if alike else said
-    return page_table(said.set_index(["notebook", "claim"]))
+    return page_table(_headed(said.set_index(["notebook", "claim"]), lang))
+
+
+def not_counted(found: Iterable[Result], lang: Lang = "en") -> Styler | Markdown:
+    """Results that are there and count for nothing, with the reason, as a table for a page."""
+    rows = summary.not_counted(found)
+    if rows.empty:
+        return Markdown(f"*{word('none', lang)}*")
+    rows = rows.assign(state=[word(state, lang) for state in rows.state])
+    return page_table(_headed(rows.set_index("notebook"), lang))
+
+
+def _headed(rows: pd.DataFrame, lang: Lang) -> pd.DataFrame:
+    """The same table with its columns' names in words."""
+    rows = rows.rename(columns=lambda name: word(f"column {name}", lang))
+    return rows.rename_axis([word(f"column {name}", lang) for name in rows.index.names])
 
 
 def figures_table(facts: Sequence[Fact], lang: Lang = "en") -> Styler:

@@ -307,6 +307,13 @@ WORDS: dict[str, tuple[str, str]] = {
     "bound": ("rate below {bound} (95 %)", "比例低于 {bound}（95%）"),
     "no figure": ("–", "–"),
     "none": ("none", "无"),
+    "column notebook": ("notebook", "notebook"),
+    "column claim": ("claim", "陈述"),
+    "column verdict": ("verdict", "判定"),
+    "column machines": ("machines", "机器"),
+    "column state": ("state", "状态"),
+    "column why": ("why", "依据（原始记录）"),
+    "column claims": ("claims in it", "其中的判定"),
     "handed_in": (
         "Handed in and verified, not run by this project.",
         "由他人提交并通过校验，并非本项目运行。",

@@ -114,7 +114,7 @@ def _bars(axes: Axes, rows: list[dict[Any, Any]], colours: dict[Any, str]) -> No
         axes.annotate(row["text"], (end, i), **at)
     axes.set_yticks(range(len(rows)), [row["source"] for row in rows])
     axes.set_ylim(len(rows) - 0.4, -0.6)
-    axes.set_xlim(min([0.0, *ends]), (max([0.0, *ends]) or 1.0) * 1.75)
+    axes.set_xlim(min([0.0, *ends]), (max([0.0, *ends]) or 1.0) * 1.9)
     axes.xaxis.set_major_locator(NullLocator())
     axes.spines["bottom"].set_visible(False)
     axes.axvline(0, color=style.FAINT, linewidth=0.8)

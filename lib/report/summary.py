@@ -166,11 +166,11 @@ def claims(found: Iterable[Result]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=names)
 
 
-def counts(table: pd.DataFrame) -> pd.DataFrame:
-    """Claims that count, by machine (rows) and verdict (columns, all five)."""
+def counts(table: pd.DataFrame, machines: Iterable[str] = ()) -> pd.DataFrame:
+    """Claims that count, by machine (rows, also of ``machines``) and verdict (columns, all five)."""
     counted = table[table.counts.astype(bool)]
     crossed = pd.crosstab(counted.machine, counted.verdict)
-    order = sorted(set(table.machine))
+    order = sorted({*machines, *table.machine})
     return crossed.reindex(index=order, columns=[v.value for v in Verdict], fill_value=0)
 
 
@@ -192,7 +192,7 @@ def not_counted(found: Iterable[Result]) -> pd.DataFrame:
         for r in found
         if r.state in ("stale", "incomplete", "unreadable")
     ]
-    return pd.DataFrame(rows, columns=["notebook", "machine", "state", "why", "claims in it"])
+    return pd.DataFrame(rows, columns=["notebook", "machines", "state", "why", "claims"])
 
 
 def not_run(found: Iterable[Result]) -> pd.DataFrame:
