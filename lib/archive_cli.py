@@ -64,11 +64,7 @@ def pack_command(
         replace=replace,
         report=click.echo,
     )
-    assert result.archive is not None
-    manifest = result.archive.manifest
-    click.echo(f"{archive}: {len(manifest.notebooks)} notebooks, from {having[0]}")
-    for what, why in manifest.absent.items():
-        click.echo(f"  without {what}: {why}")
+    click.echo(f"{archive}: made from {having[0]}")
     _say(result, stale=stale, short=True)
 
 
@@ -108,6 +104,8 @@ def import_command(archive: Path, name: str | None, stale: bool, replace: bool) 
 def _say(result: Verification, *, stale: bool, short: bool = False) -> None:
     """Print the examinations (``short``: those that found something), and leave if it is not
     verified."""
+    from fusion_evidence.lib.report.archive_check import printable
+
     for check in result.checks:
         if not short or check.status != "OK":
             click.echo(str(check))
@@ -117,6 +115,12 @@ def _say(result: Verification, *, stale: bool, short: bool = False) -> None:
         f"{len(result.failed)} failed, {len(result.stale)} stale"
     )
     if result.archive:
+        manifest = result.archive.manifest
+        dirty = ", with local changes" if manifest.dirty else ""
+        of = f"{manifest.machine}: {len(manifest.notebooks)} notebooks, packed {manifest.created}"
+        click.echo(printable(f"{of} at {manifest.commit}{dirty}"))
+        for what, why in manifest.absent.items():
+            click.echo(printable(f"  without {what}: {why}"))
         click.echo(f"sha256 {result.archive.sha256}")
     if not passed:
         raise SystemExit(2)

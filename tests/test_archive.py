@@ -613,6 +613,9 @@ def test_an_imported_run_is_the_one_handed_in_and_says_so(ran, packed, tmp_path)
     assert "handed in" in lines[0]
     assert tree(folder) == found
 
+    (folder / "02_more.json").write_text("{}")
+    with pytest.raises(ArchiveError, match=r"02_more\.json is not of the run handed in"):
+        handed_in.handed_in(folder)
     (folder / f"{NAME}.json").write_text("{}")
     with pytest.raises(ArchiveError, match="no longer the file handed in"):
         handed_in.handed_in(folder)

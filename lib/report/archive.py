@@ -131,11 +131,15 @@ def is_plain(name: str) -> bool:
     return len(name) <= 200 and _PLAIN.fullmatch(name) is not None and not name.endswith(".")
 
 
+def sha256(data: bytes) -> str:
+    """SHA-256 in hexadecimal digits."""
+    return hashlib.sha256(data).hexdigest()
+
+
 def manifest_files(files: Mapping[str, bytes]) -> dict[str, Entry]:
     """The manifest's part about files."""
     return {
-        name: Entry(sha256=hashlib.sha256(data).hexdigest(), size=len(data))
-        for name, data in sorted(files.items())
+        name: Entry(sha256=sha256(data), size=len(data)) for name, data in sorted(files.items())
     }
 
 
@@ -153,7 +157,7 @@ def write_archive(target: Path, manifest: Manifest, files: Mapping[str, bytes]) 
             info.external_attr = (stat.S_IFREG | 0o644) << 16
             archive.writestr(info, data, zipfile.ZIP_DEFLATED, 9)
     write_bytes(target, buffer.getvalue())
-    return hashlib.sha256(buffer.getvalue()).hexdigest()
+    return sha256(buffer.getvalue())
 
 
 def write_bytes(path: Path, data: bytes) -> None:
@@ -213,7 +217,7 @@ def read_archive(path: Path, steps: Steps | None = None) -> Archive:
         manifest = _read_manifest(files.pop(MANIFEST, None))
     with steps.step("it lists these files, with these hashes"):
         _check_files(manifest, files)
-    return Archive(hashlib.sha256(data).hexdigest(), manifest, files)
+    return Archive(sha256(data), manifest, files)
 
 
 def _read_bounded(path: Path) -> bytes:
@@ -341,7 +345,7 @@ def _check_files(manifest: Manifest, files: Mapping[str, bytes]) -> None:
     for name, entry in manifest.files.items():
         if len(files[name]) != entry.size:
             raise ArchiveError(f"{name} has {len(files[name]):,} bytes, not {entry.size:,}")
-        if hashlib.sha256(files[name]).hexdigest() != entry.sha256:
+        if sha256(files[name]) != entry.sha256:
             raise ArchiveError(f"{name} has another SHA-256 than the manifest says")
 
 

@@ -50,10 +50,14 @@ class Check:
     def __str__(self) -> str:
         text = f"{self.status:6}  {self.subject}: {self.what}"
         text = f"{text}: {self.why}" if self.why else text
-        # It quotes a stranger: nothing may move a terminal's cursor.
-        return "".join(
-            letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text
-        )
+        return printable(text)
+
+
+def printable(text: str) -> str:
+    """A stranger's text, in which nothing moves a terminal's cursor."""
+    return "".join(
+        letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text
+    )
 
 
 @dataclass

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from fusion_evidence.lib import batch, paths
 from fusion_evidence.lib.report import archive
-from fusion_evidence.lib.report.archive import RESULTS, ArchiveError, Digest
+from fusion_evidence.lib.report.archive import RESULTS, ArchiveError, Digest, sha256
 from fusion_evidence.lib.report.archive_check import Verification, read_packed, verify
 
 HANDED_IN = "handed in and verified, not run by this project"
@@ -146,27 +146,28 @@ def _handed_in(result: Verification, files: Mapping[str, bytes]) -> HandedIn:
         clocks=manifest.here.clocks if manifest.here else first.clocks,
         stale=sorted({check.subject for check in result.stale}),
         absent=manifest.absent,
-        files={name: entry.sha256 for name, entry in archive.manifest_files(files).items()},
+        files={name: sha256(content) for name, content in sorted(files.items())},
     )
 
 
 def handed_in(folder: Path) -> HandedIn | None:
     """The record of results that somebody handed in; None for this project's own.
 
-    Raises ArchiveError where the record is damaged, or a file is no longer the one handed in.
+    Raises ArchiveError where the record is damaged, or the folder no longer holds what was handed in.
     """
     record = folder / batch.ARCHIVE_RECORD
     if not record.exists():
         return None
     try:
         found = HandedIn.model_validate(archive.read_json(record.read_bytes(), record.name))
-        for name, entry in archive.manifest_files(
-            {name: (folder / name).read_bytes() for name in found.files if archive.is_plain(name)}
-        ).items():
-            if entry.sha256 != found.files[name]:
+        for name, digest in found.files.items():
+            if not archive.is_plain(name) or sha256((folder / name).read_bytes()) != digest:
                 raise ArchiveError(f"{folder.name}/{name} is no longer the file handed in")
     except ValidationError as error:
         raise ArchiveError(f"{record.name}: {archive.first_problem(error)}") from None
     except OSError as error:
         raise ArchiveError(f"{error.filename}: {error.strerror}") from None
+    results = {path.name for path in folder.iterdir() if path.suffix in (".json", ".ipynb")}
+    if added := results - found.files.keys() - {record.name}:
+        raise ArchiveError(f"{folder.name}/{min(added)} is not of the run handed in")
     return found
