@@ -25,7 +25,7 @@ from fusion_evidence.lib.report.evidence import read_evidence
 pytestmark = pytest.mark.slow
 
 TOKEN = "only-for-this-test"
-KEPT_AWAY = (
+KEPT_AWAY = (".git", ".venv", "runs", "build", "__pycache__", ".*_cache", ".ipynb_checkpoints")
     ".git",
     ".venv",
     "runs",
