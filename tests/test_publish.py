@@ -238,6 +238,24 @@ def add_cell(folder: Path) -> None:
     edit(folder / "01_first.ipynb", lambda d: d["cells"].insert(1, cell))
 
 
+def test_code_of_a_result_stays_code_wherever_it_stands(repository, tmp_path):
+    cell = {"cell_type": "code", "source": "<script>1</script>", "id": "a", "outputs": []}
+    cell |= {"execution_count": 1, "metadata": {"tags": ["injected-parameters"]}}
+
+    def put_first(document):
+        for number, other in enumerate(c for c in document["cells"] if c["cell_type"] == "code"):
+            other["execution_count"] = number + 2
+        document["cells"].insert(0, cell)
+
+    edit(repository / "data/runs/cpu/01_first.ipynb", put_first)
+    machines = collect(repository / "data/runs", repository / "notebooks")
+    Sources(repository, machines, tmp_path).write()
+    page = nbformat.read(tmp_path / "tree/data/runs/cpu/01_first.ipynb", as_version=4)
+    assert [(c.cell_type, c.source) for c in page.cells[:1]] == [("code", "<script>1</script>")]
+    assert "Measured by this project" in page.cells[1].source
+    assert all("<script>" not in c.source for c in page.cells if c.cell_type == "markdown")
+
+
 def rename_machine(folder: Path) -> None:
     edit(folder / "01_first.json", lambda d: d["machine"].update(name="h200"))
 

@@ -95,7 +95,9 @@ def _collect(folder: Path, notebooks: Path) -> MachineResults:
 
 def _since(evidence: Evidence, folder: Path) -> list[str]:
     """Results that are others now than those a summary read; its own hash does not see them."""
-    names = evidence.parameters.get("machines") or [f.name for f in _folders(folder.parent)]
+    asked = evidence.parameters.get("machines")
+    asked = asked if isinstance(asked, list) else []
+    names = [f.name for f in _folders(folder.parent) if not asked or f.name in asked]
     found = [result for name in names for result in summary.results(name, [folder.parent / name])]
     changed = summary.outdated(evidence, found)
     return [result for result in changed if result.rpartition(" on ")[2] in names]

@@ -78,6 +78,11 @@ def index_name(language: Lang) -> str:
     return f"index{_SUFFIX[language]}"
 
 
+def heading_id(machine: str) -> str:
+    """The place of a machine's section on the summary, as MyST names it."""
+    return re.sub(r"[^\w-]", "", machine.lower())
+
+
 def card_name(machine: str, language: Lang) -> str:
     """A machine's card's place in the site, without ``.md``."""
     return f"data/runs/{machine}/card{_SUFFIX[language]}"

@@ -24,7 +24,13 @@ from fusion_evidence.lib.report.handed_in import HandedIn
 from fusion_evidence.lib.report.labels import Lang
 from fusion_evidence.lib.report.site import links
 from fusion_evidence.lib.report.site.collect import MachineResults, Page
-from fusion_evidence.lib.report.site.index import card_name, card_page, index, index_name
+from fusion_evidence.lib.report.site.index import (
+    card_name,
+    card_page,
+    heading_id,
+    index,
+    index_name,
+)
 from fusion_evidence.lib.report.site.inert import inert_outputs
 from fusion_evidence.lib.report.site.markup import WORDS, provenance, raw
 
@@ -93,7 +99,8 @@ class Sources:
         """The trees of contents, which make the sidebar; the Chinese summary has its cards."""
         cards = {m.name: card_name(m.name, language) for m in self.machines if m.pages}
         if language == "zh":
-            return _tree("", [*cards.values(), "README.zh-CN"])
+            chinese = [name for name in ("README.zh-CN",) if f"{name}.md" in self.documents]
+            return _tree("", [*cards.values(), *chinese])
         groups = {"Languages": [index_name("zh")]}
         groups |= {
             machine.name: [cards[machine.name], *(page.document for page in machine.pages)]
@@ -126,8 +133,9 @@ class Sources:
                 )
                 cells.append(new)
         note = raw(provenance(page.evidence, archive, "en", (_files(page), _since(page))))
-        title, _, rest = cells[0].source.partition("\n")
-        cells[:1] = [nbformat.v4.new_markdown_cell(f"{title}\n\n{note}\n{rest}")]
+        opening = next(cell for cell in cells if cell.cell_type == "markdown")
+        title, _, rest = opening.source.partition("\n")
+        opening.source = f"{title}\n\n{note}\n{rest}"
         for number, cell in enumerate(cells):
             cell.id = f"cell-{number}"  # the same site from the same results
         language = {"name": "python", "pygments_lexer": "ipython3"}
@@ -147,8 +155,8 @@ class Sources:
         if path.startswith("notebooks/") and path.endswith(".ipynb"):
             return self._page_link(Path(path).stem, machine, link)
         if path.startswith("data/runs"):
-            names = [m.name for m in self.machines if path == f"data/runs/{m.name}"]
-            return link("index.md") + "".join(f"#{name}" for name in names)
+            shown = [m.name for m in self.machines if m.pages and path == f"data/runs/{m.name}"]
+            return link("index.md") + "".join(f"#{heading_id(name)}" for name in shown)
         file = self.root / path
         if file.is_dir():
             return None
