@@ -151,6 +151,11 @@ def test_missing_and_damaged_results_are_not_run(notebook, tmp_path):
     (tmp_path / "runs" / "cpu").mkdir(parents=True)
     (tmp_path / "runs" / "cpu" / "01_tiny.json").write_text('{"schema_version": 1, "noteb')
     assert "not readable" in load_evidence("01_tiny").reason
+    strange = (
+        '{"notebook": "01_tiny", "run": "complete", "measurements": [{"metric": "a", "labels": 1}]}'
+    )
+    (tmp_path / "runs" / "cpu" / "01_tiny.json").write_text(strange)
+    assert "not readable" in load_evidence("01_tiny").reason
 
 
 def test_a_fresh_accepted_result_beats_a_stale_run(notebook, tmp_path, write_notebook):
