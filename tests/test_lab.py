@@ -26,15 +26,6 @@ pytestmark = pytest.mark.slow
 
 TOKEN = "only-for-this-test"
 KEPT_AWAY = (".git", ".venv", "runs", "build", "__pycache__", ".*_cache", ".ipynb_checkpoints")
-    ".git",
-    ".venv",
-    "runs",
-    "build",
-    "site",
-    "*cache*",
-    "*.egg-info",
-    ".ipynb_checkpoints",
-)
 
 
 @dataclass
