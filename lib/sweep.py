@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -36,6 +37,7 @@ from fusion_evidence.lib.parameters import (
 )
 from fusion_evidence.lib.report.evidence import (
     Evidence,
+    Measurement,
     evidence_path,
     freshness_hash,
     read_evidence,
@@ -206,6 +208,7 @@ def run_point(
     which the worker ends.
     """
     os.environ |= environment
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # submitit ignores it
     if owner is not None:
         threading.Thread(target=_end_with, args=(owner, os.getppid()), daemon=True).start()
     try:
@@ -218,14 +221,14 @@ def run_point(
 
 
 def _end_with(*owners: int) -> None:
-    """Interrupt this process when one of the others has ended; they would have done so."""
+    """Stop this process when one of the others has ended: they can no longer do it."""
     try:
         processes = [psutil.Process(owner) for owner in owners]
-        while all(process.is_running() for process in processes):
+        while all(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes):
             time.sleep(1)
     except psutil.NoSuchProcess:
         pass
-    os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 # --- workers ------------------------------------------------------------------------------------
@@ -260,10 +263,15 @@ class _LocalWorkers:
         while waiting and self._idle:
             point, device = waiting.popleft(), self._idle.pop(0)
             environment = _environment(self._threads, device)
-            job = self._executor.submit(
-                run_point, point.notebook, point.folder, self._profile, environment, os.getpid()
-            )
-            self._devices[job.job_id] = device
+            # They inherit the mask: the terminal's Ctrl-C is for this process, which ends them.
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+            try:
+                job = self._executor.submit(
+                    run_point, point.notebook, point.folder, self._profile, environment, os.getpid()
+                )
+                self._devices[job.job_id] = device
+            finally:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
             yield point, job
 
     def ended(self, jobs: Iterable[Any]) -> list[Any]:
@@ -272,11 +280,12 @@ class _LocalWorkers:
         return over
 
     def cancel(self, jobs: Sequence[Any]) -> None:
-        for job in jobs:
-            job.cancel()
         deadline = time.monotonic() + _GRACE
-        while not all(job.done() for job in jobs) and time.monotonic() < deadline:
-            time.sleep(_POLL)
+        while alive := [job for job in jobs if not job.done()]:
+            for job in alive:  # submitit's controller of a worker passes SIGTERM on
+                late = time.monotonic() > deadline
+                os.kill(int(job.job_id), signal.SIGKILL if late else signal.SIGTERM)
+            time.sleep(1)
 
 
 class _SlurmArray:
@@ -292,6 +301,7 @@ class _SlurmArray:
             job_name=name,
             time=settings.time,
             cpus_per_task=settings.cpus,
+            srun_args=[f"--cpus-per-task={settings.cpus}"],  # srun no longer takes sbatch's
             array_parallelism=settings.array_parallelism,
             setup=settings.setup,
             additional_parameters=settings.options,
@@ -461,6 +471,9 @@ def _last_line(text: str) -> str:
 
 # --- gathering ----------------------------------------------------------------------------------
 
+#: Columns beside the parameters, whose names these therefore cannot have.
+_COLUMNS = {*Measurement.model_fields, "point", "notebook", "status", "reason", "machine", "claims"}
+
 
 def gather(points: Sequence[Point], root: Path, report: Report = print) -> int:
     """Write ``table.csv``, ``measurements.csv`` and ``plots/`` into ``root``; print the table.
@@ -469,13 +482,15 @@ def gather(points: Sequence[Point], root: Path, report: Report = print) -> int:
     """
     import pandas as pd
 
-    table = pd.DataFrame([_row(point) for point in points])
-    verified = [point for point in points if not point.problems()]
-    measured = pd.DataFrame([row for point in verified for row in _measurements(point)])
+    found = [(point, point.evidence(), point.problems()) for point in points]
+    table = pd.DataFrame([_row(*each) for each in found], dtype=object)
+    verified = [(point, evidence) for point, evidence, problems in found if not problems]
+    rows = [row for point, evidence in verified for row in _measurements(point, evidence)]
+    measured = pd.DataFrame(rows, dtype=object)
     write_text(root / "table.csv", table.to_csv(index=False))
     write_text(root / "measurements.csv", measured.to_csv(index=False))
-    drawn = _draw(measured, points, root / "plots") if len(measured) else 0
-    swept = [name for name in dict.fromkeys(n for p in points for n in p.given) if name in table]
+    swept = list(dict.fromkeys(name for point in points for name in _given(point)))
+    drawn = _draw(measured, swept, root / "plots") if rows else 0
     shown = table[["notebook", *swept, "status", "claims", "reason"]]
     report(shown.dropna(axis="columns", how="all").fillna("").to_string(index=False))
     report(f"{len(verified)} of {len(points)} points verified; {drawn} plots; all in {root}")
@@ -483,40 +498,37 @@ def gather(points: Sequence[Point], root: Path, report: Report = print) -> int:
 
 
 def _given(point: Point) -> dict[str, Any]:
-    """Its given values as cells of a table: lists as text."""
+    """Column -> value of what the grid gives: lists as text."""
     plain = (bool, int, float, str)
-    return {k: v if isinstance(v, plain) else str(v) for k, v in point.given.items()}
+    return {
+        f"parameter {name}" if name in _COLUMNS else name: (
+            value if isinstance(value, plain) else str(value)
+        )
+        for name, value in point.given.items()
+    }
 
 
-def _row(point: Point) -> dict[str, Any]:
-    evidence, problems = point.evidence(), point.problems()
+def _row(point: Point, evidence: Evidence, problems: list[str]) -> dict[str, Any]:
     never = evidence.run == "not_run"
     row = {"point": point.folder.name, "notebook": point.notebook.stem} | _given(point)
     row["status"] = "not run" if never else "unfinished" if problems else "verified"
     row["reason"] = None if never or not problems else "; ".join(problems)
     row["machine"] = evidence.machine.name if evidence.machine else None
     row["claims"] = None if problems else evidence.tally()
-    if not problems:
-        for claim in evidence.claims:
-            arm = f"[{claim.arm}]" if claim.arm else ""
-            row[f"claim {claim.claim}{arm}"] = claim.verdict.value
+    for claim in () if problems else evidence.claims:
+        arm = f"[{claim.arm}]" if claim.arm else ""
+        row[f"claim {claim.claim}{arm}"] = claim.verdict.value
     return row
 
 
-def _measurements(point: Point) -> Iterator[dict[str, Any]]:
+def _measurements(point: Point, evidence: Evidence) -> Iterator[dict[str, Any]]:
     head = {"point": point.folder.name, "notebook": point.notebook.stem} | _given(point)
-    for measurement in point.evidence().measurements:
-        fields = measurement.model_dump()
-        labels = " ".join(f"{name}={label}" for name, label in fields.pop("labels").items())
-        # A parameter may be called as a field is; the fields keep their names.
-        yield {f"parameter {k}" if k in fields else k: v for k, v in head.items()} | {
-            "metric": fields.pop("metric"),
-            "labels": labels,
-            **fields,
-        }
+    for measurement in evidence.measurements:
+        labels = " ".join(f"{name}={label}" for name, label in measurement.labels.items())
+        yield head | measurement.model_dump() | {"labels": labels}
 
 
-def _draw(measured: pd.DataFrame, points: Sequence[Point], folder: Path) -> int:
+def _draw(measured: pd.DataFrame, swept: Sequence[str], folder: Path) -> int:
     """One figure for every number that changes over what was swept; returns how many."""
     from fusion_evidence.lib.report import plots_sweep, style
 
@@ -525,10 +537,10 @@ def _draw(measured: pd.DataFrame, points: Sequence[Point], folder: Path) -> int:
         old.unlink()
     drawn = 0
     for (notebook, metric), frame in measured.groupby(["notebook", "metric"]):
-        names = dict.fromkeys(n for p in points if p.notebook.stem == notebook for n in p.given)
-        swept = [name for name in names if name in frame and frame[name].nunique() > 1]
-        figure = plots_sweep.over_parameters(frame, swept, title=f"{notebook}: {metric}")
+        varied = [name for name in swept if name in frame and frame[name].nunique() > 1]
+        figure = plots_sweep.over_parameters(frame, varied, title=f"{notebook}: {metric}")
         if figure is not None:
-            (folder / f"{notebook}-{metric}.png").write_bytes(style.png(figure))
+            name = re.sub(r"[^\w.-]", "_", f"{notebook}-{metric}.png")
+            (folder / name).write_bytes(style.png(figure))
             drawn += 1
     return drawn
