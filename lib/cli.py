@@ -10,6 +10,7 @@ import click
 
 from fusion_evidence.lib import paths
 from fusion_evidence.lib.archive_cli import import_command, pack_command, verify_command
+from fusion_evidence.lib.check_kernel_cli import check_kernel_command
 from fusion_evidence.lib.graph.finder_cli import find_command
 from fusion_evidence.lib.report.card_cli import card_command
 from fusion_evidence.lib.report.publish_cli import publish_command
@@ -123,6 +124,7 @@ def doctor(quick: bool) -> None:
 
 
 main.add_command(card_command)
+main.add_command(check_kernel_command)
 main.add_command(find_command)
 main.add_command(import_command)
 main.add_command(pack_command)

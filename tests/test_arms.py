@@ -257,6 +257,22 @@ def test_candidate_of_the_article_is_one_operator_that_chooses(model):
     assert len(made(model, "opaque_reference__fused").opaque) == 2
 
 
+def test_a_candidate_runs_where_the_fused_kernel_would(model):
+    path = "fusion_evidence.kernels.reference:qkv_prologue"
+    for name, runs in (
+        ("opaque_eager__fused", {"decode": LAYERS, "prefill": LAYERS}),
+        ("opaque_fused__fused", {"decode": 2 * LAYERS, "prefill": 0}),
+    ):
+        built = made(model, name, candidate=path)
+        assert {one.configuration.candidate for one in built.opaque} == {path}
+        hidden(built, tokens=2)
+        assert built.read_markers()["device"] == runs
+    (fallback,) = made(model, "opaque_eager__opaque_eager", candidate=path).opaque
+    assert fallback.configuration.candidate == ""
+    with pytest.raises(ValueError, match="candidate: 'no_such:kernel'"):
+        made(model, "in_graph__fused", candidate="no_such:kernel")
+
+
 def test_both_sides_may_have_numerics_of_their_own(model):
     one, other = Numerics("per_op", Reduction(16, 4)), Numerics("storage", Reduction(32, 2))
     name = "opaque_reference__opaque_reference"

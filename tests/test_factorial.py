@@ -118,6 +118,15 @@ def test_fitted_arms_change_one_thing_each():
     assert FULL.fitted(TOKENS, fallback, arm, ["calibrated"]) == []
 
 
+def test_a_candidate_is_in_every_arm_but_those_with_numerics_that_were_found(tmp_path):
+    plan = replace(FULL, common={**FULL.common, "candidate": "mine:kernel"})
+    jobs = [*plan.first(), *plan.forced(TOKENS, tmp_path), *plan.alone(TOKENS)]
+    assert {job.candidate for job in jobs} == {"mine:kernel"}
+    sides = {"baseline_prefill": FOUND, "baseline_decode": FOUND}
+    fitted = plan.fitted(TOKENS, sides, "opaque_reference__opaque_reference", f.FITTED)
+    assert {job.candidate for job in fitted} == {""}
+
+
 @pytest.mark.parametrize("tree", Reduction.candidates(64) + Reduction.candidates(256), ids=str)
 def test_another_tree_is_another_order(tree):
     other = f._another_tree(Numerics(reduction=tree)).reduction

@@ -137,6 +137,16 @@ def test_without_a_sample_or_a_graph_it_is_refused(copied, calibrated):
         i.start_up(path, COMPACT, PINS)
 
 
+def test_a_candidate_is_in_the_arms_that_are_not_wrong_on_purpose(records, tmp_path):
+    found = i.calibrate(*records, tmp_path / "calibration.json", PINS)
+    case = replace(CASE, candidate="mine:kernel")
+    jobs = {job.name.rpartition(".")[2]: job for job in case.integration(found, list(i.ARMS))}
+    assert jobs["integrated"].arm == "in_graph__fused"
+    assert {jobs[arm].candidate for arm in ("integrated", "opaque_fused__fused")} == {"mine:kernel"}
+    for wrong in ("per_op", "other_tree"):
+        assert (jobs[wrong].arm, jobs[wrong].candidate) == ("in_graph__opaque_reference", "")
+
+
 def test_what_no_numerics_reproduce_is_left_out(records, tmp_path):
     given, observed = records
     tensors = load_file(observed)

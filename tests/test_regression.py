@@ -254,6 +254,15 @@ def test_no_prediction_without_an_exact_kernel_and_its_times(evidence, why):
     assert why in found.why
 
 
+def test_no_prediction_of_another_kernel():
+    found = r.predicted_saving(primitive({"small": (9, 3)}), "small", 4, "mine:kernel")
+    assert found.why == "notebook 01 is of the project's kernel, not of mine:kernel"
+    own = primitive({"small": (9, 3)})
+    own.parameters["candidate"] = "mine:kernel"
+    assert r.predicted_saving(own, "small", 4, "mine:kernel").value == 24
+    assert not r.predicted_saving(own, "small", 4).known
+
+
 def test_prediction_from_the_accepted_result_is_its_own_saving():
     evidence = load_evidence("01_primitive_benchmark", "h200")
     (saving,) = evidence.select("saving", per="layer", T=1)
