@@ -481,6 +481,9 @@ def test_markdown_of_a_result_is_no_html():
     page = BeautifulSoup(html, "html.parser")
     assert not page.find_all(["script", "img", "iframe", "i", "a"])
     assert "<i>c</i>" in page.find("td").get_text()
+    code = BeautifulSoup(inert_markdown("```python\nif x: '<b>'\n```"), "html.parser")
+    assert code.get_text() == "if x: '<b>'\n\n"
+    assert code.find("span", class_="k").get_text() == "if"
 
 
 def test_outputs_show_one_form_and_only_real_images():

@@ -31,6 +31,7 @@ html_copy_source = (
 html_show_sphinx = False
 html_show_copyright = False
 html_use_index = False
+highlight_language = "text"  # for blocks that name none; cells of notebooks do
 pygments_style = "a11y-high-contrast-light"
 pygments_dark_style = "a11y-high-contrast-dark"
 

@@ -17,6 +17,9 @@ from typing import Any
 import nbformat
 import nh3
 from markdown_it import MarkdownIt
+from pygments import highlight
+from pygments.formatters import HtmlFormatter
+from pygments.lexers import get_lexer_by_name
 
 _TEXT = "a abbr b blockquote br code del dd dl dt em hr i ins kbd li ol p pre s samp small span"
 _TAGS = frozenset(
@@ -93,7 +96,14 @@ def inert_markdown(text: str, resolve: Resolve | None = None) -> str:
 
 @cache
 def _markdown() -> MarkdownIt:
-    return MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"])
+    options = {"html": False, "highlight": _highlighted}
+    return MarkdownIt("commonmark", options).enable(["table", "strikethrough"])
+
+
+def _highlighted(code: str, language: str, _attributes: str) -> str:
+    lexer = get_lexer_by_name(language if language in ("python", "json", "bash") else "text")
+    spans = highlight(code, lexer, HtmlFormatter(nowrap=True))
+    return f'<pre class="highlight">{spans}</pre>'
 
 
 def inert_outputs(outputs: Sequence[Any]) -> list[Any]:
