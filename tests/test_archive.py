@@ -20,6 +20,7 @@ from fusion_evidence.lib import batch, cli, paths
 from fusion_evidence.lib.measure.machine import Machine
 from fusion_evidence.lib.report import archive, archive_check, consistency, handed_in, packing
 from fusion_evidence.lib.report.archive import ArchiveError
+from fusion_evidence.lib.report.evidence import Verdict, read_evidence
 
 NAME = "01_primitive_benchmark"
 H200 = dict(
@@ -323,7 +324,7 @@ WRONG = _measured("mismatch", oracle="reference")
         ),
         (evidence(lambda e: e["claims"][1].update(verdict="PASS")), "the page shows the verdicts"),
         (evidence(lambda e: e["claims"][1].update(why="0 of 10,000")), "the page shows"),
-        (replaced("FAIL", "PASS", "json", "ipynb"), "bits_reference is PASS, but .* do not hold"),
+        (replaced("FAIL", "PASS", "json", "ipynb"), "bits_reference is PASS, but .* does not hold"),
         (replaced("PASS: bits_c", "FAIL: bits_c", "ipynb"), "as text it has other verdicts"),
         (replaced("FAIL</span>", "PASS</span>", "ipynb"), "does not show FAIL for bits_reference"),
         (
@@ -729,7 +730,26 @@ def test_every_accepted_run_verifies_here_and_a_tampered_one_does_not(tmp_path):
     change(target, edit_json(name, lambda e: e["claims"][2].update(verdict="PASS")))
     found = "\n".join(map(str, archive_check.verify(target).failed))
     assert "does not show PASS for kernel_reached [guards_dropped]" in found
-    assert "kernel_reached [guards_dropped] is PASS, but the measurements do not hold" in found
+    assert (
+        "kernel_reached [guards_dropped] is PASS, but by its measurements it does not hold" in found
+    )
+
+
+def test_a_flipped_verdict_of_an_accepted_result_contradicts_its_measurements():
+    other = {"PASS": "FAIL", "PASS_WITH_LIMITATIONS": "FAIL", "FAIL": "PASS"}
+    caught, verdicts = 0, "verdicts follow from measurements"
+    for path in sorted((paths.ACCEPTED / "h200").glob("0[1-6]_*.json")):
+        found = read_evidence(path)
+        assert not any(consistency.examine(found).values())
+        for claim in found.claims:
+            said = claim.verdict
+            if claim.verdict.value in other:
+                claim.verdict = Verdict(other[claim.verdict.value])
+                problems = consistency.examine(found)[verdicts]
+                assert len(problems) <= 1
+                caught += len(problems)
+            claim.verdict = said
+    assert caught >= 15
 
 
 def test_each_rule_is_of_a_claim_that_a_notebook_makes():
