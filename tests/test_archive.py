@@ -370,7 +370,12 @@ ERROR = {"output_type": "error", "ename": "KeyError", "evalue": "", "traceback":
         (notebook(lambda code: code[1].update(source="import os")), "injected code"),
         (notebook(lambda code: code[1].update(source="seed = open('x')")), "malformed node"),
         (notebook(lambda code: code[1].update(source="(" * 60_000)), "parameters it says"),
-        (notebook(lambda code: code[1].update(source="seed = 1\n" * 9_000)), "over 64 KB"),
+        (notebook(lambda code: code[1].update(source="seed = 1\n" * 9_000)), "does not make"),
+        (notebook(lambda code: code[1].update(cell_type="markdown")), "does not make"),
+        (
+            notebook(lambda code: code[3]["metadata"].update(tags=["injected-parameters"])),
+            "does not make",
+        ),
         (notebook(lambda code: code[2].update(outputs=7)), "cannot be read"),
         (notebook(lambda code: code[2].update(source=None)), "executed"),
         (

@@ -8,13 +8,14 @@ from __future__ import annotations
 import ast
 import html
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+from fusion_evidence.lib import batch, paths
 from fusion_evidence.lib.notebook import read_cells
-from fusion_evidence.lib.parameters import ParameterError, read_parameters
+from fusion_evidence.lib.parameters import read_parameters
 from fusion_evidence.lib.report.box import claim_title
 from fusion_evidence.lib.report.evidence import Evidence, Verdict
 from fusion_evidence.lib.report.recorder import SENTINEL
@@ -77,29 +78,43 @@ def _verdict_box(evidence: Evidence, executed: Mapping[str, Any], source: Path) 
 
 
 def _parameters(evidence: Evidence, executed: Mapping[str, Any], source: Path) -> Iterator[str]:
-    """Those of the evidence are the defaults with what was injected."""
-    injected: dict[str, Any] = {}
-    for cell in executed["cells"]:
-        if "injected-parameters" in cell.get("metadata", {}).get("tags", ()):
-            if len(text := _text(cell["source"])) > 1 << 16:
-                raise ValueError("injected parameters of over 64 KB")
-            for statement in ast.parse(text).body:  # nothing but `name = literal`
-                if not isinstance(statement, ast.Assign):
-                    raise ValueError("injected code")
-                for target in statement.targets:
-                    injected[ast.unparse(target)] = ast.literal_eval(statement.value)
+    """Those of the evidence are what was injected, else the defaults, or, by hand, the profile's."""
+    injected = _injected(executed["cells"])
     changed = {name for name in injected if evidence.parameters.get(name) != injected[name]}
-    if not source.is_file():
-        return
-    try:
-        defaults = {name: one.default for name, one in read_parameters(source).items()}
-    except ParameterError:
-        defaults = {}
+    defaults = (
+        {name: p.default for name, p in read_parameters(source).items()} if source.is_file() else {}
+    )
     if evidence.parameters.keys() == defaults.keys():  # else it is stale, which is said elsewhere
-        own = {name: injected.get(name, default) for name, default in defaults.items()}
-        changed |= {name for name, value in own.items() if evidence.parameters[name] != value}
+        profile = evidence.machine.profile if evidence.machine else ""
+        by_notebook, _ = batch.read_profile(paths.PARAMETERS / f"{profile}.yaml")
+        by_hand = defaults | by_notebook.get(evidence.notebook, {})
+        for name in defaults.keys() - injected.keys():
+            if evidence.parameters[name] not in (defaults[name], by_hand[name]):
+                changed.add(name)
     if changed:
         yield f"the notebook ran with other values of {', '.join(sorted(changed))}"
+
+
+def _injected(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What papermill's cell sets, which no hash of the cells covers: it may do nothing else.
+
+    Raises ValueError for anything but one code cell of literals after the parameters.
+    """
+    tags = [cell.get("metadata", {}).get("tags", ()) for cell in cells]
+    places = [number for number, own in enumerate(tags) if "injected-parameters" in own]
+    if not places:
+        return {}
+    place, text = places[0], _text(cells[places[0]]["source"])
+    after = place and "parameters" in tags[place - 1]
+    if len(places) > 1 or not after or cells[place]["cell_type"] != "code" or len(text) > 1 << 16:
+        raise ValueError("injected cells that papermill does not make")
+    values: dict[str, Any] = {}
+    for statement in ast.parse(text).body:
+        if not isinstance(statement, ast.Assign):
+            raise ValueError("injected code")
+        for target in statement.targets:
+            values[ast.unparse(target)] = ast.literal_eval(statement.value)
+    return values
 
 
 class _Active(HTMLParser):
