@@ -82,6 +82,8 @@ class Place:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,  # as a shell's job: a group of its own
+            # Tests started in the background ignore it, and so would the command.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
     @property
