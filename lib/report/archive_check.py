@@ -239,6 +239,7 @@ def _freshness(
         names = sorted(here.keys() | made_from.keys())
         other = [one for one in names if here.get(one) != made_from.get(one)]
         why = f"made from another {', '.join(other)}" if other else "made from something else"
+        why += f"; check out {evidence.commit}" if evidence.commit and not evidence.dirty else ""
     yield Check(name, "its sources are those of this checkout", "STALE" if why else "OK", why)
 
 

@@ -61,17 +61,8 @@ def pack(
     if not present:
         raise ArchiveError(f"no results in {results}")
     of, packed = _examined(present, results, machine, stale)
-    absent: dict[str, str] = {}
-    files = _left(results, list(packed), absent) | {
-        f"{RESULTS}/{name}.{kind}": _text(results / f"{name}.{kind}")
-        for name in packed
-        for kind in ("json", "ipynb")
-    }
     on_it = (here.name, here.device_name, here.arch) == (of.name, of.device_name, of.arch)
-    if on_it:
-        files |= assembly_of(here, _numerics(results), absent)
-    else:
-        absent |= dict.fromkeys(("assembly", "clocks", "packages"), _NOT_HERE)
+    files, absent = _files(results, list(packed), here if on_it else None)
     _warn(files, report)
     contents = {name: text.encode() for name, text in files.items()}
     commit, dirty = revision()
@@ -90,6 +81,26 @@ def pack(
         return _write(target, manifest, contents, present[0].parent, stale)
     except OSError as error:
         raise ArchiveError(f"cannot write {target}: {error.strerror or error}") from None
+
+
+def _files(
+    results: Path, notebooks: Sequence[str], here: Machine | None
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Texts by name in the archive, and what is not among them, with the reason.
+
+    here: this machine, if it is the one that ran.
+    """
+    absent: dict[str, str] = {}
+    files = _left(results, notebooks, absent) | {
+        f"{RESULTS}/{name}.{kind}": _text(results / f"{name}.{kind}")
+        for name in notebooks
+        for kind in ("json", "ipynb")
+    }
+    if here is not None:
+        files |= assembly_of(here, _numerics(results), absent)
+    else:
+        absent |= dict.fromkeys(("assembly", "clocks", "packages"), _NOT_HERE)
+    return files, absent
 
 
 def _write(
