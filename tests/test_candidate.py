@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,8 @@ from fusion_evidence.kernels import eager, fused, op, reference
 from fusion_evidence.kernels.candidate import load_kernel, marked, takes
 from fusion_evidence.kernels.numerics import Numerics, Reduction
 from fusion_evidence.kernels.shapes import preset
+from fusion_evidence.lib.measure import peers
+from fusion_evidence.lib.measure.candidates import candidate
 from fusion_evidence.lib.measure.compare import compare
 from fusion_evidence.lib.measure.inputs import OUTPUTS, prologue_inputs
 from fusion_evidence.lib.measure.markers import Markers
@@ -255,3 +258,33 @@ def test_a_handle_names_its_kernel():
     assert len(set(handles)) == 3
     assert "fused at 1..1" in handles[0]
     assert f"{own('plain')} at 1..1" in handles[1]
+
+
+# --- other projects' kernels
+
+
+@pytest.mark.parametrize("name", ["vllm", "aiter"])
+def test_a_peer_that_cannot_run_here_is_no_candidate(monkeypatch, name):
+    monkeypatch.setattr(peers, "available", lambda peer: f"{peer} is not installed")
+    monkeypatch.delitem(
+        sys.modules, f"fusion_evidence.lib.measure.candidates.{name}", raising=False
+    )
+    with pytest.raises(ValueError, match=f"raised ImportError: {name} is not installed"):
+        load_kernel(f"fusion_evidence.lib.measure.candidates.{name}:qkv_prologue")
+
+
+def test_a_peer_has_the_candidates_signature_and_brings_v_itself(monkeypatch):
+    def prepare(*arguments):
+        def call():
+            q, k, _, gate = plain(*arguments)
+            return dict(q=q, k=k, gate=gate, key_cache=arguments[6], value_cache=arguments[7])
+
+        return call
+
+    like_vllm = peers.Peer("vllm", "0", 2, peers.PARTS - {"v_out"}, "both", "storage", prepare)
+    monkeypatch.setattr(peers, "available", lambda name: None)
+    monkeypatch.setattr(peers, "peer", lambda name: like_vllm)
+    inputs = prologue_inputs(SHAPE, 3, padding=1)
+    theirs, ours = inputs.clone(), inputs.clone()
+    actual, expected = run(candidate("vllm"), theirs), run(plain, ours)
+    assert all(compare(actual[output], expected[output]).equal for output in OUTPUTS)
