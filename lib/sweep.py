@@ -135,9 +135,10 @@ class Point:
     complete: dict[str, Any]  #: of all its parameters
     limits: dict[str, float]  #: the profile's, in seconds
     folder: Path
+    varied: frozenset[str]  #: names that other points of the sweep give other values
 
     def __str__(self) -> str:
-        values = (f"{name}={value}" for name, value in self.given.items())
+        values = (f"{name}={v}" for name, v in self.given.items() if name in self.varied)
         return " ".join([self.notebook.stem, *values])
 
     def evidence(self) -> Evidence:
@@ -165,13 +166,17 @@ def plan(grid: Grid, root: Path) -> list[Point]:
     notebooks = list(dict.fromkeys(notebook for notebook, _ in wanted))
     profile_file = paths.PARAMETERS / f"{grid.profile}.yaml"
     passed, complete, limits = batch.plan_parameters(notebooks, profile_file)
+    typed = [(notebook, _typed(grid.name, notebook, values)) for notebook, values in wanted]
+    names = {name for _, given in typed for name in given}
+    varied = frozenset(n for n in names if len({repr(given.get(n)) for _, given in typed}) > 1)
     found: dict[Path, Point] = {}
-    for notebook, values in wanted:
-        given = _typed(grid.name, notebook, values)
+    for notebook, given in typed:
         everything = complete[notebook.stem] | given
         key = f"{freshness_hash(notebook, everything)} {grid.profile}"
         folder = root / hashlib.sha256(key.encode()).hexdigest()[:16]
-        point = Point(notebook, given, passed[notebook.stem] | given, everything, limits, folder)
+        point = Point(
+            notebook, given, passed[notebook.stem] | given, everything, limits, folder, varied
+        )
         found.setdefault(folder, point)
     return list(found.values())
 
@@ -471,7 +476,7 @@ def _last_line(text: str) -> str:
 
 # --- gathering ----------------------------------------------------------------------------------
 
-#: Columns beside the parameters, whose names these therefore cannot have.
+#: Columns beside the parameters', which take another name than these.
 _COLUMNS = {*Measurement.model_fields, "point", "notebook", "status", "reason", "machine", "claims"}
 
 
@@ -489,7 +494,7 @@ def gather(points: Sequence[Point], root: Path, report: Report = print) -> int:
     measured = pd.DataFrame(rows, dtype=object)
     write_text(root / "table.csv", table.to_csv(index=False))
     write_text(root / "measurements.csv", measured.to_csv(index=False))
-    swept = list(dict.fromkeys(name for point in points for name in _given(point)))
+    swept = list(dict.fromkeys(_column(n) for p in points for n in p.given if n in p.varied))
     drawn = _draw(measured, swept, root / "plots") if rows else 0
     shown = table[["notebook", *swept, "status", "claims", "reason"]]
     report(shown.dropna(axis="columns", how="all").fillna("").to_string(index=False))
@@ -497,13 +502,15 @@ def gather(points: Sequence[Point], root: Path, report: Report = print) -> int:
     return int(len(verified) < len(points))
 
 
+def _column(parameter: str) -> str:
+    return f"parameter {parameter}" if parameter in _COLUMNS else parameter
+
+
 def _given(point: Point) -> dict[str, Any]:
     """Column -> value of what the grid gives: lists as text."""
     plain = (bool, int, float, str)
     return {
-        f"parameter {name}" if name in _COLUMNS else name: (
-            value if isinstance(value, plain) else str(value)
-        )
+        _column(name): value if isinstance(value, plain) else str(value)
         for name, value in point.given.items()
     }
 

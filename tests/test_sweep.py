@@ -234,7 +234,7 @@ def test_only_what_changed_runs_again(place, write_notebook):
 
     place.grid(grid={"01_tiny": {"count": [1, 4]}})
     assert place.sweep(file) == 0
-    assert place.started == ["01_tiny count=4: submitted, 0 waiting"]
+    assert place.started == ["01_tiny count=4: submitted, 0 waiting"]  # not what all points share
     measured = pd.read_csv(place.root / "sweeps" / "tiny" / "measurements.csv")
     squares = measured[measured["metric"] == "square"]
     assert dict(zip(squares["count"], squares["value"].astype(int), strict=True)) == {1: 1, 4: 16}
