@@ -15,12 +15,15 @@ import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from fusion_evidence.lib import paths
 from fusion_evidence.lib.report.evidence import read_evidence
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
 
 pytestmark = pytest.mark.slow
 
@@ -44,12 +47,12 @@ def copy_of_the_repository(root: Path) -> dict[str, str]:
     """A copy in which Lab may save and run; returns the environment that makes it the project."""
     shutil.copytree(paths.ROOT, root, ignore=shutil.ignore_patterns(*KEPT_AWAY))
     shutil.copytree(paths.ACCEPTED, root / "data" / "runs", dirs_exist_ok=True)
-    layout = root / "layout" / "fusion_evidence"
+    layout = root.parent / "layout" / "fusion_evidence"
     layout.mkdir(parents=True)
     for name in ("kernels", "lib"):
         (layout / name).symlink_to(root / name)
     environment = {k: v for k, v in os.environ.items() if not k.startswith("FUSION_EVIDENCE_")}
-    home = root / "home"  # no settings of whoever runs the test
+    home = root.parent / "home"  # no settings of whoever runs the test
     home.mkdir()
     environment |= {"PYTHONPATH": str(layout.parent), "HOME": str(home), "JUPYTER_NO_CONFIG": "1"}
     return environment | {"JUPYTER_RUNTIME_DIR": str(home), "IPYTHONDIR": str(home)}
@@ -94,6 +97,13 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
             process.wait(30)
 
 
+def look(page: Page, name: str) -> None:
+    """Leave a picture of the page in the folder SCREENSHOTS, if one is named, to be looked at."""
+    if folder := os.environ.get("SCREENSHOTS"):
+        page.wait_for_timeout(3000)
+        page.screenshot(path=f"{folder}/lab-{name}.png")
+
+
 def test_every_notebook_is_listed(lab):
     listed = {entry["name"] for entry in lab.get("/api/contents")["content"]}
     assert {path.name for path in paths.NOTEBOOKS.glob("*.ipynb")} <= listed
@@ -112,6 +122,7 @@ def test_it_opens_on_the_summary_and_runs_it(lab, browser):
         page.goto(f"{lab.address}/?token={TOKEN}", timeout=120_000)
         page.wait_for_url("**/lab/tree/00_summary.ipynb*", timeout=120_000)
         page.get_by_role("heading", name="What is proved?").wait_for(timeout=120_000)
+        look(page, "opened")
         page.get_by_role("menuitem", name="Run", exact=True).click()
         page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
         result = lab.root / "runs" / "cpu" / "00_summary.json"
@@ -119,9 +130,7 @@ def test_it_opens_on_the_summary_and_runs_it(lab, browser):
         while (evidence := read_evidence(result)).run != "complete":
             assert time.monotonic() < deadline, evidence.reason
             page.wait_for_timeout(500)  # lets the page work meanwhile
-        if folder := os.environ.get("SCREENSHOTS"):
-            page.wait_for_timeout(5000)
-            page.screenshot(path=f"{folder}/lab.png")
+        look(page, "run")
     kernel = Path(evidence.kernel)
     assert kernel.is_absolute()  # the copy has none of its own
     assert kernel.samefile(sys.executable)
