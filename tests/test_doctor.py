@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import venv
 from pathlib import Path
 
@@ -35,22 +36,30 @@ def test_quick_on_this_machine():
     assert status == 0, said + error
     assert "Traceback" not in error
     lines = {line[:14].strip(): line for line in said.splitlines()}
-    for name in ("python", "disk", "packages", "torch", "device", "bf16", "triton", "notebook"):
+    for name in (
+        *("python", "disk", "packages", "torch", "device", "bf16", "compiler", "triton"),
+        *("cross-compile", "in place", "oracle", "sockets", "notebook"),
+    ):
         assert lines[name][15:23].strip() == "ok", lines[name]
     assert "interpreter" in lines["triton"]
+    assert "amd, nvidia" in lines["cross-compile"]
+    assert "configurations first" in lines["pins"]
     for name in ("hip", "clocks", "inductor", "graph capture"):
         assert "not here" in lines[name]
         assert lines[name].rstrip()[-1] != "s", "a check that does not apply must say why"
     assert "Profile here: cpu" in said
-    assert "01, 06: device times" in said
+    assert "NOT_RUN: device times" in said
+    for notebook in (SCRIPT.parent.parent / "notebooks").glob("*.ipynb"):
+        assert f"  {notebook.stem} " in said
 
 
 @pytest.mark.slow
 def test_whole_on_this_machine():
     status, said, error = examine()
     assert status == 0, said + error
-    inductor = next(line for line in said.splitlines() if line.startswith("inductor"))
-    assert "compiled and ran" in inductor
+    lines = {line[:14].strip(): line for line in said.splitlines()}
+    assert "compiled and ran" in lines["inductor"]
+    assert "compiles for gfx90a, gfx942, sm_90; refused: gfx936" in lines["cross-compile"]
 
 
 def test_a_bare_python_is_a_blocker_with_a_remedy_and_no_traceback(tmp_path):
@@ -85,6 +94,29 @@ def test_a_torch_that_crashes_is_a_blocker(tmp_path):
     assert "died of signal 11" in said
 
 
+@pytest.mark.parametrize(
+    ("version", "old"),
+    [("2.3.1", True), ("2.4.1+das.opt1.dtk25041", False), ("2.10.0a0", False), ("git", False)],
+)
+def test_which_versions_are_too_old(version, old):
+    assert subject.older(version, subject.TORCH) is old
+
+
+def test_a_torch_without_custom_operators_is_a_blocker(tmp_path):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("__version__ = '2.3.1+das1.1'\n")
+    status, said, error = examine(sys.executable, "--quick", PYTHONPATH=str(tmp_path))
+    assert (status, error) == (1, "")
+    assert "2.3.1+das1.1, which has no torch.library.custom_op" in said
+
+
+def test_a_triton_nobody_tried_is_said_to_be_one(monkeypatch):
+    monkeypatch.setattr(subject, "TRITON", (1000, 0))
+    check = subject._triton(subject.Findings(device="cpu" if ON_CPU else "cuda"), quick=True)
+    assert check.status == "no"
+    assert "a kernel ran" in check.detail
+
+
 def test_a_triton_that_computes_wrongly_is_seen(tmp_path, monkeypatch):
     assert "* 2, mask" in subject._TRITON
     monkeypatch.setattr(subject, "_TRITON", subject._TRITON.replace("* 2, mask", "* 3, mask"))
@@ -104,20 +136,66 @@ def test_a_check_that_breaks_is_a_line_and_the_others_go_on(monkeypatch, capsys)
     def broken(found, quick):
         raise RuntimeError("no such property")
 
-    for name in ("_torch", "_device", "_bf16", "_triton", "_notebook", "_packages", "_clocks"):
+    whole = {"_python", "_disk", "_hip", "_sockets"}
+    names = subject._run_checks.__code__.co_names
+    steps = {name for name in names if name.startswith("_") and not name.startswith("__")}
+    assert whole < steps
+    for name in steps - whole:
         monkeypatch.setattr(subject, name, broken)
     assert subject.doctor(quick=True) == 0
     said = capsys.readouterr().out
-    assert said.count("RuntimeError: no such property") == 7
-    assert "all notebooks: no kernel starts" in said
+    assert len(steps) > 15
+    assert said.partition("Profile here")[0].count("no such property") == len(steps - whole)
+    assert "NOT_RUN: everything: no kernel starts (RuntimeError: no such property)" in said
+    assert "sockets        ok" in said
 
 
-def test_no_cxx_compiler_is_said_before_a_compile_is_tried(monkeypatch, tmp_path):
+def test_no_compiler_is_said_before_a_compile_is_tried(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CXX", raising=False)
-    check = subject._inductor(subject.Findings(device="cpu"), quick=False)
+    for name in ("CC", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    found = subject.Findings(device="cpu")
+    check = subject._compiler(found, quick=False)
     assert (check.status, check.blocker) == ("no", False)
-    assert "g++" in check.remedy
+    assert check.remedy == "apt-get install gcc g++"
+    found.checks.append(check)
+    assert subject._inductor(found, quick=False).status == "no"
+
+
+def test_a_compiler_that_does_not_work_is_none(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    broken = tmp_path / "g++"
+    broken.write_text("#!/bin/sh\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    assert "C++: none works" in subject._compiler(subject.Findings(), quick=False).detail
+
+
+def test_a_torch_that_copies_views_says_what_to_set():
+    from torch._inductor import config
+
+    with config.patch(enable_auto_functionalized_v2=False):
+        check = subject._in_place(subject.Findings(), quick=True)
+    assert (check.status, check.remedy) == ("no", "set TORCHDYNAMO_AUTO_FUNCTIONALIZED_V2=1")
+    found = subject.Findings(checks=[check])
+    assert any("03 says FAIL of views" in line for line in subject.consequences(found))
+
+
+def test_a_torch_that_keeps_its_guards(monkeypatch):
+    monkeypatch.delattr(torch.compiler, "skip_all_guards_unsafe", raising=False)
+    check = subject._guards(subject.Findings(), quick=True)
+    assert check.status == "not here"
+    text = "\n".join(subject.consequences(subject.Findings(checks=[check])))
+    assert f"drops guards, as vLLM does (torch {torch.__version__} cannot drop guards)" in text
+
+
+def test_a_temporary_folder_too_deep_for_sockets(monkeypatch, tmp_path):
+    deep = tmp_path / ("d" * 60) / ("e" * 60)
+    deep.mkdir(parents=True)
+    monkeypatch.setattr(subject.tempfile, "tempdir", str(deep))
+    check = subject._sockets(subject.Findings(), quick=True)
+    assert check.status == "no"
+    assert "TMPDIR" in check.remedy
 
 
 def test_a_process_over_its_time_is_ended():
@@ -125,47 +203,100 @@ def test_a_process_over_its_time_is_ended():
     assert (ok, text) == (False, "no answer within 1 s")
 
 
+OPEN, CLOSED = subject.Node(True), subject.Node(False, "render")
+EVERYTHING = dict(kfd=OPEN, mkfd=OPEN, dri=OPEN, hyhal=OPEN)
+
+
 class TestHip:
+    """Of a DCU's container there is none here: what the process finds there is given."""
+
     @staticmethod
-    def check(hip=True, device=False, environ=None, present=()):
-        return subject.hip_check(hip, device, environ or {}, lambda place: place in present)
+    def check(hip=True, device=False, environ=None, **places):
+        given = {f"/dev/{name}": node for name, node in places.items()}
+        given["/opt/hyhal"] = given.pop("/dev/hyhal", None)
+        return subject.hip_check(hip, device, environ or {}, given.get)
 
     def test_not_a_hip_build(self):
         assert self.check(hip=False).status == "not here"
 
     def test_a_device_that_is_seen_is_fine_whatever_the_nodes(self):
-        check = self.check(device=True, environ={"HIP_VISIBLE_DEVICES": "3"})
+        check = self.check(device=True, environ={"HIP_VISIBLE_DEVICES": "3"}, kfd=CLOSED)
         assert check.status == "ok"
         assert "HIP_VISIBLE_DEVICES '3'" in check.detail
 
     def test_missing_nodes_are_named_with_the_container_options(self):
-        check = self.check(present=("/dev/dri",))
+        check = self.check(dri=OPEN)
         assert check.blocker
-        assert "missing /dev/kfd, /opt/hyhal" in check.detail
-        assert "--device=/dev/kfd" in check.remedy
+        assert "missing /dev/kfd, /dev/mkfd, /opt/hyhal" in check.detail
+        assert "--device=/dev/mkfd" in check.remedy
 
-    @pytest.mark.parametrize("hidden", ["", "-1"])
-    def test_hidden_devices_are_the_cause_when_they_are(self, hidden):
-        places = ("/dev/kfd", "/dev/dri", "/opt/hyhal")
-        check = self.check(environ={"HIP_VISIBLE_DEVICES": hidden}, present=places)
+    def test_nodes_of_a_group_this_process_is_not_in(self):
+        check = self.check(**{**EVERYTHING, "dri": CLOSED, "kfd": subject.Node(False, "39")})
         assert check.blocker
-        assert check.remedy == "unset HIP_VISIBLE_DEVICES"
+        assert "not allowed to open /dev/kfd (group 39), /dev/dri (group render)" in check.detail
+        assert check.remedy.endswith("--group-add 39 --group-add render")
+
+    @pytest.mark.parametrize("value", ["", "-1", "none", "GFX-1,0"])
+    @pytest.mark.parametrize("name", subject.HIDING)
+    def test_hidden_devices_are_the_cause_when_they_are(self, name, value):
+        check = self.check(environ={name: value}, **EVERYTHING)
+        assert check.blocker
+        assert f"unset {name}:" in check.remedy
+
+    @pytest.mark.parametrize("value", ["0", "1,0", "GPU-8a5f"])
+    def test_lists_that_name_a_device_are_not(self, value):
+        check = self.check(environ={"HIP_VISIBLE_DEVICES": value}, **EVERYTHING)
+        assert check.blocker
+        assert "hy-smi" in check.remedy
+
+
+class TestNodes:
+    def test_a_real_one_and_none(self, tmp_path):
+        assert subject._look_at(str(tmp_path / "kfd")) is None
+        node = subject._look_at("/dev/null")
+        assert node == subject.Node(True, node.group)
+        assert node.group
+
+    @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+    @pytest.mark.parametrize(("mode", "allowed"), [(0o666, True), (0o660, False)])
+    def test_of_a_folder_the_nodes_in_it_count(self, mode, allowed):
+        with tempfile.TemporaryDirectory() as folder:
+            os.chmod(folder, 0o755)
+            node = Path(folder, "renderD128")
+            node.touch()
+            node.chmod(mode)
+            code = "import os, sys; from fusion_evidence.lib import doctor; os.setgroups([]); "
+            code += "os.setgid(65534); os.setuid(65534); "
+            code += "sys.exit(10 + doctor._look_at(sys.argv[1]).allowed)"
+            done = subprocess.run([sys.executable, "-c", code, folder])
+        assert done.returncode == 10 + allowed
 
 
 def test_consequences_follow_the_findings():
     def said(**changes):
         found = subject.Findings(**changes)
-        found.checks = [
-            subject.Check(name, "ok", "") for name in ("triton", "inductor", "graph capture")
-        ] + [subject.Check("notebook", "ok", "")]
+        names = {need.check for need in subject.NEEDS} - {"accelerator", "vllm"}
+        found.checks = [subject.Check(name, "ok", "") for name in [*names, "in place"]]
         return found
+
+    def without(found, name, why):
+        checks = [c if c.name != name else subject.Check(name, "no", why) for c in found.checks]
+        found = subject.Findings(checks, found.device, found.hip)
+        return "\n".join(subject.consequences(found))
 
     dcu = said(device="cuda", hip=True)
     text = "\n".join(subject.consequences(dcu))
     assert "Profile here: dcu" in text
     assert "gfx936" not in text
-    dcu.checks[0] = subject.Check("triton", "no", "refused gfx936")
-    dcu.checks[2] = subject.Check("graph capture", "no", "unsupported")
-    text = "\n".join(subject.consequences(dcu))
-    assert "every arm with the fused kernel" in text
-    assert "times by graph replay" in text
+    assert text.count("runs whole") == len(subject.consequences(dcu)) - 1
+    text = without(dcu, "triton", "refused gfx936")
+    assert text.count("NOT_RUN: all that runs the fused kernel (refused gfx936)") >= 6
+    assert "captured and replayed, its times included (no)" in without(dcu, "graph capture", "no")
+    cpu = said(device="cpu")
+    assert "captured and replayed" not in without(cpu, "graph capture", "needs a device")
+    assert "No figure measured here says anything of gfx936." in subject.consequences(cpu)
+
+
+def test_what_was_left_out_is_not_said_to_be_missing():
+    check = subject.Check("inductor", "not here", "left out by --quick", left_out=True)
+    assert not any("compiled" in line for line in subject.consequences(subject.Findings([check])))
