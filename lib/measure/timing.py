@@ -250,7 +250,6 @@ def _captured(
     one = torch.zeros(1, device="cuda")
     anchor = _capture([one.zero_], 1, stream, pool)  # a pool ends with its last graph
     graphs: dict[str, tuple[torch.cuda.CUDAGraph, int]] = {}
-    rounds: dict[str, int] = {}
     try:
         for name, calls in arms.items():
             stream.wait_stream(torch.cuda.current_stream())
@@ -261,15 +260,15 @@ def _captured(
             torch.cuda.current_stream().wait_stream(stream)
             try:
                 graph = _capture(calls, 1, stream, pool)
+                rounds = _repeats(_replay_us(graph), graph_us)
+                if rounds > 1:
+                    graph.reset()
+                    graph = _capture(calls, rounds, stream, pool)
             except RuntimeError as error:
                 raise RuntimeError(
                     f"arm {name!r} cannot be captured in a graph: {error}"
                 ) from error
-            rounds[name] = _repeats(_replay_us(graph), graph_us)
-            graph.reset()
-        # Once more, from a pool that no arm makes larger: the first gets no other places than the last.
-        for name, calls in arms.items():
-            graphs[name] = _capture(calls, rounds[name], stream, pool), rounds[name]
+            graphs[name] = graph, rounds
         yield graphs
     finally:
         torch.cuda.synchronize()
