@@ -38,9 +38,11 @@ def test_quick_on_this_machine():
     lines = {line[:14].strip(): line for line in said.splitlines()}
     for name in (
         *("python", "disk", "packages", "torch", "device", "bf16", "compiler", "triton"),
-        *("cross-compile", "in place", "oracle", "sockets", "notebook"),
+        *("cross-compile", "oracle", "sockets", "notebook"),
     ):
         assert lines[name][15:23].strip() == "ok", lines[name]
+    copies = torch.__version__ < "2.6"  # views of one allocation, for an operator
+    assert lines["in place"][15:23].strip() == ("NO" if copies else "ok"), lines["in place"]
     assert "interpreter" in lines["triton"]
     assert "amd, nvidia" in lines["cross-compile"]
     assert "configurations first" in lines["pins"]
@@ -171,6 +173,7 @@ def test_a_compiler_that_does_not_work_is_none(monkeypatch, tmp_path):
     assert "C++: none works" in subject._compiler(subject.Findings(), quick=False).detail
 
 
+@pytest.mark.skipif(torch.__version__ < "2.5", reason="it copies views and has no other way")
 def test_a_torch_that_copies_views_says_what_to_set():
     from torch._inductor import config
 
