@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from numbers import Real
 
@@ -13,6 +14,8 @@ from fusion_evidence.lib.report import style
 
 #: As many series as a reader can tell apart.
 MOST_SERIES = 6
+#: As many values as are named one by one on an axis of numbers.
+MOST_TICKS = 8
 _MARKERS = "osD^vP"
 
 
@@ -61,6 +64,8 @@ def _panel(axes: Axes, numbers: pd.DataFrame, parameter: str, kept: Sequence[str
             color=colour,
             marker=marker,
             linestyle="-" if scaled else "",
+            linewidth=4 - 0.5 * number,  # of series that coincide, each shows below the next
+            markersize=10 - 1.2 * number,
             label=labels or "value",
         )
         for part, mark in ((good, marker), (series.drop(good.index), "x")):
@@ -68,11 +73,11 @@ def _panel(axes: Axes, numbers: pd.DataFrame, parameter: str, kept: Sequence[str
             axes.scatter(where, part["value"], color=colour, marker=mark, s=16, alpha=0.6)
     if here["not_comparable"].notna().any():
         axes.scatter([], [], color=style.FAINT, marker="x", label="must not be compared")
-    if not scaled:
-        axes.set_xticks(list(places.values()), [str(value) for value in places])
-    elif min(values) > 0 and max(values) >= 32 * min(values):
+    if scaled and min(values) > 0 and max(values) >= 32 * min(values):
         axes.set_xscale("log", base=2)
-        axes.set_xticks(values, [str(value) for value in values])
+    if not scaled or len(values) <= MOST_TICKS:
+        ticks = [textwrap.shorten(str(value), 24, placeholder="…") for value in places]
+        axes.set_xticks(list(places.values()), ticks, minor=False)
     axes.set_xlabel(parameter)
     axes.grid(axis="y")
 
