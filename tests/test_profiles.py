@@ -47,18 +47,6 @@ def profile_file(profile: str):
     return paths.PARAMETERS / f"{profile}.yaml"
 
 
-@pytest.mark.parametrize("profile", PROFILES)
-def test_names_and_types_fit_and_every_notebook_has_its_line(profile):
-    notebooks = batch.select_notebooks(paths.NOTEBOOKS)
-    settings, limits = batch.read_profile(profile_file(profile))
-    assert set(settings) == {notebook.stem for notebook in notebooks}
-    passed, _, _ = batch.plan_parameters(notebooks, profile_file(profile), [])
-    assert {name: set(values) for name, values in passed.items()} == {
-        name: set(values or {}) for name, values in settings.items()
-    }
-    assert 0 < limits["cell_seconds"] <= limits["notebook_seconds"]
-
-
 @pytest.fixture(scope="module")
 def accepted(tmp_path_factory):
     """What each notebook says to each profile's values; a process of its own, as they are opened."""
