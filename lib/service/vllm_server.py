@@ -1,0 +1,130 @@
+"""vLLM as a server of a checkpoint: how it is started, and what its replies are beside this project's own.
+
+Nothing here imports vLLM: the server is a process, of this environment's Python or of another's.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pandas as pd
+from torch import Tensor
+
+from fusion_evidence.lib.service.engine import Engine
+from fusion_evidence.lib.service.metrics import Reply
+from fusion_evidence.lib.service.prompts import Request
+
+NO_POSITIONS = (
+    "the completions API takes tokens alone; rows that differ come from images, which this checkpoint has "
+    "no part for"
+)
+"""Why a request's own position rows cannot be sent to a server."""
+
+
+def serve_command(
+    checkpoint: Path,
+    port: int,
+    *,
+    python: str = sys.executable,
+    name: str = "compact",
+    eager: bool = True,
+    max_tokens: int = 2048,
+    in_flight: int = 16,
+    extra: Sequence[str] = (),
+) -> list[str]:
+    """``vllm serve`` on loopback, of a checkpoint as `vllm_checkpoint.export` writes it.
+
+    Args:
+        python: of the environment that has vLLM. name: the model's, as clients call it.
+        eager: nothing is compiled and there are no CUDA graphs.
+        max_tokens: of a request, prompt included. in_flight: requests served at a time.
+        extra: further words; the last of a repeated option counts.
+    """
+    command = [python, "-m", "vllm.entrypoints.cli.main", "serve", str(checkpoint)]
+    options = {
+        "served-model-name": name,
+        "host": "127.0.0.1",
+        "port": port,
+        "dtype": "bfloat16",
+        "max-model-len": max_tokens,
+        "max-num-seqs": in_flight,
+    }
+    command += [word for key, value in options.items() for word in (f"--{key}", str(value))]
+    # The same prompt twice has to be the same work twice.
+    command += ["--language-model-only", "--no-enable-prefix-caching"]
+    return [*command, *(["--enforce-eager"] if eager else []), *extra]
+
+
+def environment(cpu: bool = True) -> dict[str, str]:
+    """Of the server's process, besides what this process has: offline, and small on a CPU."""
+    common = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    # VLLM_CPU_CI_ENV: where something is compiled, by Dynamo with the eager backend.
+    on_cpu = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_CI_ENV": "1"}
+    return common | (on_cpu if cpu else {})
+
+
+def as_text(requests: Sequence[Request], max_new_tokens: int | None = None) -> list[Request]:
+    """The same tokens at text's positions, which is all that a server can be sent.
+
+    max_new_tokens: of every request; None keeps theirs.
+    """
+    return [
+        replace(
+            one,
+            positions=None,
+            max_new_tokens=one.max_new_tokens if max_new_tokens is None else max_new_tokens,
+        )
+        for one in requests
+    ]
+
+
+def agreement(
+    engine: Engine, requests: Sequence[Request], replies: Sequence[Reply]
+) -> pd.DataFrame:
+    """Whether this project's engine says what a server said, token by token.
+
+    The engine is fed the server's tokens, so that every one of its choices has the server's prefix; the
+    first other choice is where texts that are free would part.
+
+    Returns one row for each request that the server completed: ``request``, ``prompt_tokens``, ``tokens``,
+    ``differing`` (tokens that the engine would not choose), ``first_changed`` (nullable), and of that
+    token ``ours``, ``theirs`` and ``gap_steps``: how far the engine's logit of its own token lies above
+    that of the server's, in steps of bfloat16 at that size. 0: a tie, which order alone decides; a few:
+    rounding.
+    """
+    said = {reply.id: reply for reply in replies if reply.completed}
+    wanted = [one for one in requests if one.id in said]
+    differing: dict[str, list[tuple[int, int, int, float]]] = {one.id: [] for one in wanted}
+
+    def look(name: str, at: int, logits: Tensor) -> None:
+        ours, theirs = int(logits.argmax()), said[name].tokens[at]
+        if ours != theirs:
+            differing[name].append((at, ours, theirs, gap_steps(logits, ours, theirs)))
+
+    forced: Mapping[str, Sequence[int]] = {name: reply.tokens for name, reply in said.items()}
+    for reply in engine.serve(wanted, forced=forced, on_logits=look):
+        if reply.error:
+            raise ValueError(f"request {reply.id}: the engine cannot serve it: {reply.error}")
+    rows = []
+    for one in wanted:
+        first = differing[one.id][0] if differing[one.id] else (None, None, None, math.nan)
+        sizes = len(one.ids), len(said[one.id].tokens), len(differing[one.id])
+        rows.append((one.id, *sizes, *first))
+    columns = ["request", "prompt_tokens", "tokens", "differing"]
+    columns += ["first_changed", "ours", "theirs", "gap_steps"]
+    frame = pd.DataFrame(rows, columns=columns)
+    return frame.astype(dict.fromkeys(("first_changed", "ours", "theirs"), "Int64"))
+
+
+def gap_steps(logits: Tensor, one: int, other: int) -> float:
+    """``logits[one] - logits[other]`` in steps of bfloat16 at the size of ``logits[one]``.
+
+    logits: [vocab], bfloat16 or wider.
+    """
+    high, low = float(logits[one]), float(logits[other])
+    exponent = math.frexp(high)[1] - 1 if high else -126
+    return (high - low) / 2.0 ** (exponent - 7)
