@@ -1,0 +1,96 @@
+"""The entry point by which vLLM learns of the plugin: light, and without effect where nobody asks.
+
+vLLM calls `register` in each of its processes, configured or not. So it imports nothing; it waits until
+vLLM itself imports the two modules concerned, and adds to each a look at the configuration. `vllm_plugin`,
+and with it Triton, is imported by the first layer of a service that is configured for it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+KEY = "fusion_evidence"
+"""Under which the configuration stands in vLLM's ``additional_config``."""
+
+_PLUGIN = "fusion_evidence.lib.service.vllm_plugin"
+_PATCHED = "fusion_patched"
+
+
+def register() -> None:
+    """Patch vLLM's modules when they are imported, or now where they have been."""
+    if not any(isinstance(finder, _Patcher) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Patcher())
+    for name, patch in _PATCHES.items():
+        if name in sys.modules:
+            patch(sys.modules[name])
+
+
+class _Patcher(importlib.abc.MetaPathFinder):
+    """Calls the patch of a module of `_PATCHES` when it has been imported."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name not in _PATCHES:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            _PATCHES[name](module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def _patch_layer(module: ModuleType) -> None:
+    """Every new attention layer looks whether the service is configured for the plugin."""
+    original = module.Qwen3NextAttention.__init__
+    if getattr(original, _PATCHED, False):
+        return
+
+    @functools.wraps(original)
+    def __init__(self: Any, *arguments: Any, **named: Any) -> None:
+        original(self, *arguments, **named)
+        from vllm.config import get_current_vllm_config
+
+        config = get_current_vllm_config()
+        if isinstance(config.additional_config, dict) and KEY in config.additional_config:
+            from fusion_evidence.lib.service.vllm_plugin import attach
+
+            attach(self, config)
+
+    setattr(__init__, _PATCHED, True)
+    module.Qwen3NextAttention.__init__ = __init__
+
+
+def _patch_compiler(module: ModuleType) -> None:
+    """A graph with marked regions gets, for every range of sizes, what that range shall have."""
+    original = module.CompilerManager.compile
+    if getattr(original, _PATCHED, False):
+        return
+
+    @functools.wraps(original)
+    def compile(self: Any, graph: Any, *arguments: Any, **named: Any) -> Any:
+        if plugin := sys.modules.get(_PLUGIN):
+            sizes = named.get("compile_range") or next(a for a in arguments if hasattr(a, "start"))
+            graph = plugin.decided(graph, sizes.start, sizes.end)
+        return original(self, graph, *arguments, **named)
+
+    setattr(compile, _PATCHED, True)
+    module.CompilerManager.compile = compile
+
+
+_PATCHES: dict[str, Callable[[ModuleType], None]] = {
+    "vllm.model_executor.models.qwen3_next": _patch_layer,
+    "vllm.compilation.backends": _patch_compiler,
+}
