@@ -107,13 +107,17 @@ def test_a_stop_token_ends_a_reply_and_is_kept(server):
 
 # --- vLLM's own client
 
+#: It sends texts. transformers splits those of this kind of model by a rule of its own, another than the
+#: checkpoint's tokenizer.json: of the last four requests the server would see other tokens.
+TEXTS = REQUESTS[:6]
+
 
 @pytest.fixture(scope="module")
 def bench(server, checkpoint):
     """What ``vllm bench serve`` says of the same requests, one at a time, with its details."""
     folder = checkpoint.parent
     dataset = folder / "requests.jsonl"
-    lines = [{"prompt": one.text, "output_tokens": one.max_new_tokens} for one in REQUESTS]
+    lines = [{"prompt": one.text, "output_tokens": one.max_new_tokens} for one in TEXTS]
     dataset.write_text("".join(json.dumps(line) + "\n" for line in lines))
     options = {
         "base-url": server.base_url,
@@ -122,7 +126,7 @@ def bench(server, checkpoint):
         "dataset-name": "custom",
         "dataset-path": str(dataset),
         "custom-output-len": "-1",
-        "num-prompts": str(len(REQUESTS)),
+        "num-prompts": str(len(TEXTS)),
         "max-concurrency": "1",
         "temperature": "0",
         "percentile-metrics": "ttft,tpot,itl,e2el",
@@ -150,7 +154,7 @@ def replies_of(bench: dict) -> list[Reply]:
             text=bench["generated_texts"][index],
             token_times_s=list(accumulate([bench["ttfts"][index], *bench["itls"][index]])),
         )
-        for index, one in enumerate(REQUESTS)
+        for index, one in enumerate(TEXTS)
     ]
 
 
@@ -163,17 +167,16 @@ def test_its_figures_follow_from_its_details_by_our_definitions(bench):
 
 
 def test_both_clients_get_the_same_from_one_server(bench, server):
-    ours = serve(Endpoint(server.base_url), REQUESTS)
+    ours = serve(Endpoint(server.base_url), TEXTS)
     theirs = replies_of(bench)
-    assert bench["completed"] == sum(reply.completed for reply in ours) == len(REQUESTS)
+    assert bench["completed"] == sum(reply.completed for reply in ours) == len(TEXTS)
     assert bench["total_input_tokens"] == sum(reply.prompt_tokens for reply in ours)
     assert bench["output_lens"] == [len(reply.tokens) for reply in ours]
     assert [reply.text for reply in theirs] == [reply.text for reply in ours]
     # Times of two runs: only a different meaning would put them this far apart.
-    one, other = (summarize(replies, resamples=10) for replies in (ours, theirs))
+    one, other = (
+        summarize(replies, resamples=10).set_index(["metric", "stat"]).value
+        for replies in (ours, theirs)
+    )
     for metric in ("ttft", "tpot", "itl", "e2e"):
-        a, b = (
-            float(frame.query("metric == @metric and stat == 'p50'").value.iloc[0])
-            for frame in (one, other)
-        )
-        assert 1 / 5 < a / b < 5, (metric, a, b)
+        assert 1 / 5 < one[metric, "p50"] / other[metric, "p50"] < 5, metric
