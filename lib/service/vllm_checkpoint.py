@@ -5,9 +5,9 @@ image-and-text model takes the same layers as its text part; with ``--language-m
 is never built, so a tiny one stands in the configuration and no weights of it exist. Its text then has
 real (3, T) positions.
 
-Send token ids, not text: transformers gives this kind of model a tokenizer that splits text by a rule of its
-own, another than the checkpoint's ``tokenizer.json`` (in version 5.19, four of the ten fixed requests get
-other tokens).
+Send token ids, not text: transformers gives this kind of model a tokenizer that splits text by a rule of
+its own, another than the checkpoint's ``tokenizer.json`` (in version 5.19, four of the ten fixed requests
+get other tokens).
 
 Nothing is rounded: every weight has the same bits under the name that the larger model gives it.
 """
