@@ -5,18 +5,23 @@ Nothing here imports vLLM: the server is a process, of this environment's Python
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pandas as pd
 from torch import Tensor
 
+from fusion_evidence.lib.service.endpoint import EndpointError
 from fusion_evidence.lib.service.engine import Engine
 from fusion_evidence.lib.service.metrics import Reply
 from fusion_evidence.lib.service.prompts import Request
+from fusion_evidence.lib.service.vllm_hook import KEY
 
 NO_POSITIONS = (
     "the completions API takes tokens alone; rows that differ come from images, which this checkpoint has "
@@ -65,6 +70,39 @@ def environment(cpu: bool = True) -> dict[str, str]:
     # VLLM_CPU_CI_ENV: where something is compiled, by Dynamo with the eager backend.
     on_cpu = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_CI_ENV": "1"}
     return common | (on_cpu if cpu else {})
+
+
+def plugin_words(settings: Mapping[str, Any]) -> list[str]:
+    """For ``extra`` of `serve_command`: this project's plugin in the mode that ``settings`` name.
+
+    settings: as in `vllm_plugin.Settings`.
+    """
+    extension = "fusion_evidence.lib.service.vllm_plugin.WorkerExtension"
+    configured = json.dumps({KEY: dict(settings)})
+    return ["--additional-config", configured, "--worker-extension-cls", extension]
+
+
+def plugin_environment() -> dict[str, str]:
+    """What a server's environment needs besides, so that it can be asked for its markers."""
+    return {"VLLM_SERVER_DEV_MODE": "1"}
+
+
+def markers(base_url: str, *, reset: bool = False) -> dict[str, list[int]]:
+    """Layer -> runs of the kernel and of the fallback on the server's first worker, replays included.
+
+    reset: then start from zero. EndpointError: the server has no plugin, or does not answer.
+    """
+    found: dict[str, list[int]] = {}
+    for method in ("fusion_markers", *(["fusion_reset_markers"] if reset else [])):
+        try:
+            answer = httpx.post(
+                f"{base_url}/collective_rpc", json={"method": method}, timeout=60, trust_env=False
+            )
+            answer.raise_for_status()
+            found = found or answer.json()["results"][0]
+        except (httpx.HTTPError, ValueError, KeyError, IndexError) as error:
+            raise EndpointError(f"{base_url} gives no markers: {error}") from error
+    return found
 
 
 def as_text(requests: Sequence[Request], max_new_tokens: int | None = None) -> list[Request]:
