@@ -99,7 +99,7 @@ def _compare(fixed: list[Request], requests: list[Request], replies: list[Reply]
     frame = agreement(Engine(model, model, model, Settings()), requests, replies)
     same = int((frame.differing == 0).sum())
     click.echo("\nEach token beside the one that this project's engine, in eager mode, puts there:")
-    click.echo(frame.round(1).to_string(index=False, na_rep=""))
+    click.echo(frame.round(1).astype(object).where(frame.notna(), "").to_string(index=False))
     click.echo(f"{same} of {len(frame)} texts are the same, at text positions")
     spans = ", ".join(one.id for one in fixed if one.positions is not None)
     click.echo(f"NOT_RUN: {spans} with their own positions: {NO_POSITIONS}")
