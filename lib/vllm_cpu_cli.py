@@ -20,9 +20,14 @@ if TYPE_CHECKING:
 @click.option("--tokens", default=16, show_default=True, help="New tokens of each request.")
 @click.option("--concurrency", default=1, show_default=True, help="Requests sent at a time.")
 @click.option(
+    "--story/--no-story",
+    default=True,
+    help="Also the article's integrations, in servers of their own.",
+)
+@click.option(
     "--out", type=click.Path(path_type=Path), help="Log and replies; default: runs/vllm-cpu."
 )
-def vllm_cpu_command(tokens: int, concurrency: int, out: Path | None) -> None:
+def vllm_cpu_command(tokens: int, concurrency: int, story: bool, out: Path | None) -> None:
     """Serve the compact checkpoint with vLLM, send it the ten requests, compare the texts.
 
     Needs an environment with vLLM: `make vllm-cpu`.
@@ -45,9 +50,21 @@ def vllm_cpu_command(tokens: int, concurrency: int, out: Path | None) -> None:
         raise BatchError(str(error)) from error
     click.echo(f"ready after {ready.seconds:.0f} s: {ready.line}")
     _compare(fixed, requests, replies)
+    if story:
+        _tell(folder)
     failed = [f"{reply.id}: {reply.error}" for reply in replies if not reply.completed]
     if failed:
         raise BatchError(f"{len(failed)} of {len(replies)} requests failed: {'; '.join(failed)}")
+
+
+def _tell(folder: Path) -> None:
+    from fusion_evidence.lib.service import prompts, vllm_server
+
+    click.echo("\nFive servers: is the branch in the model, and who takes it? Runs of each layer:")
+    three = vllm_server.as_text(prompts.load_requests()[:3], 8)
+    story = vllm_server.tracing_story(folder / "checkpoint", three, folder / "story.log")
+    story.to_csv(folder / "story.csv", index=False)
+    click.echo(story.to_string(index=False))
 
 
 def _version() -> str:

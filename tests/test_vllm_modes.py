@@ -6,16 +6,15 @@ A CPU has no Triton kernel: the definition computes in its place, as a candidate
 from __future__ import annotations
 
 import pytest
-from vllm_helper import start_vllm
 
-from fusion_evidence.lib.service.endpoint import Endpoint, EndpointError, serve
+from fusion_evidence.lib.service.endpoint import EndpointError
 from fusion_evidence.lib.service.prompts import load_requests
 from fusion_evidence.lib.service.vllm_checkpoint import export
-from fusion_evidence.lib.service.vllm_server import as_text, markers, plugin_words
+from fusion_evidence.lib.service.vllm_server import as_text, visit
 
 pytestmark = pytest.mark.vllm
 
-LAYERS, TOKENS = 4, 8
+TOKENS = 8
 REQUESTS = as_text(load_requests()[:3], TOKENS)
 KERNEL = {
     "numerics": "per_op, 1x16x4 strided, contraction none",
@@ -29,17 +28,11 @@ def checkpoint(tmp_path_factory):
 
 
 def served(checkpoint, settings, *, eager, concurrency=1):
-    """(texts, markers as (kernel, fallback), the same of every layer) of the three requests."""
+    """(tokens of each request, what every layer counted)."""
     log = checkpoint.parent / "server.log"
-    with start_vllm(checkpoint, log, extra=plugin_words(settings), eager=eager) as ready:
-        serve(Endpoint(ready.base_url), REQUESTS[:1])
-        markers(ready.base_url, reset=True)
-        replies = serve(Endpoint(ready.base_url), REQUESTS, concurrency=concurrency)
-        counted = markers(ready.base_url)
-    assert all(reply.completed for reply in replies), replies
-    assert len(counted) in (0, LAYERS)
-    assert len(set(map(tuple, counted.values()))) <= 1, counted
-    return [reply.tokens for reply in replies], next(iter(counted.values()), [])
+    seen = visit(checkpoint, REQUESTS, log, settings, eager=eager, concurrency=concurrency)
+    assert all(reply.completed for reply in seen.replies), seen.replies
+    return [reply.tokens for reply in seen.replies], seen.counted
 
 
 @pytest.fixture(scope="module")
@@ -48,15 +41,15 @@ def native(checkpoint):
 
 
 def test_the_baseline_counts_nothing(native):
-    assert native[1] == []
+    assert native[1] is None
 
 
 def test_the_branch_is_there_in_eager_mode_and_gone_in_the_compiled_service(checkpoint, native):
     settings = {"mode": "python_branch", **KERNEL}
     decode_steps = len(REQUESTS) * (TOKENS - 1)
-    assert served(checkpoint, settings, eager=True)[1] == [decode_steps, 0]
+    assert served(checkpoint, settings, eager=True)[1] == (decode_steps, 0)
     texts, counted = served(checkpoint, settings, eager=False)
-    assert counted == [0, 0]  # and no word of it: the texts are the baseline's
+    assert counted == (0, 0)  # and no word of it: the texts are the baseline's
     assert texts == native[0]
 
 
@@ -64,7 +57,7 @@ def test_behind_the_operator_every_step_takes_its_path(checkpoint):
     settings = {"mode": "opaque_eager", **KERNEL}
     decode_steps = len(REQUESTS) * (TOKENS - 1)
     _, counted = served(checkpoint, settings, eager=False)
-    assert counted == [decode_steps, len(REQUESTS)]
+    assert counted == (decode_steps, len(REQUESTS))
 
 
 def test_three_at_a_time_the_kernel_for_one_token_hardly_runs(checkpoint):
@@ -88,9 +81,6 @@ def test_what_it_cannot_do_is_said_in_one_line(checkpoint):
     )
     for settings, says in wrong:
         log = checkpoint.parent / "refused.log"
-        with (
-            pytest.raises(EndpointError, match="ended with status"),
-            start_vllm(checkpoint, log, extra=plugin_words(settings), eager=False),
-        ):
-            pass
+        with pytest.raises(EndpointError, match="ended with status"):
+            visit(checkpoint, REQUESTS, log, settings, eager=False)
         assert says in log.read_text()

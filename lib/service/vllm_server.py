@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,16 @@ import httpx
 import pandas as pd
 from torch import Tensor
 
-from fusion_evidence.lib.service.endpoint import EndpointError
+from fusion_evidence.kernels.numerics import Numerics, Reduction
+from fusion_evidence.kernels.shapes import preset
+from fusion_evidence.lib.service.endpoint import (
+    Endpoint,
+    EndpointError,
+    Started,
+    free_port,
+    serve,
+    started,
+)
 from fusion_evidence.lib.service.engine import Engine
 from fusion_evidence.lib.service.metrics import Reply
 from fusion_evidence.lib.service.prompts import Request
@@ -82,11 +91,6 @@ def plugin_words(settings: Mapping[str, Any]) -> list[str]:
     return ["--additional-config", configured, "--worker-extension-cls", extension]
 
 
-def plugin_environment() -> dict[str, str]:
-    """What a server's environment needs besides, so that it can be asked for its markers."""
-    return {"VLLM_SERVER_DEV_MODE": "1"}
-
-
 def markers(base_url: str, *, reset: bool = False) -> dict[str, list[int]]:
     """Layer -> runs of the kernel and of the fallback on the server's first worker, replays included.
 
@@ -103,6 +107,94 @@ def markers(base_url: str, *, reset: bool = False) -> dict[str, list[int]]:
         except (httpx.HTTPError, ValueError, KeyError, IndexError) as error:
             raise EndpointError(f"{base_url} gives no markers: {error}") from error
     return found
+
+
+@dataclass(frozen=True)
+class Visit:
+    """What one server of its own replied, and what its layers counted meanwhile.
+
+    ready: when it began to answer, and with which line. counted: (kernel, fallback) runs of every layer;
+        None where the mode counts nothing, and where layers do not agree.
+    """
+
+    ready: Started
+    replies: list[Reply]
+    counted: tuple[int, int] | None
+
+
+def visit(
+    checkpoint: Path,
+    requests: Sequence[Request],
+    log: Path,
+    settings: Mapping[str, Any],
+    *,
+    eager: bool = True,
+    concurrency: int = 1,
+    python: str = sys.executable,
+    cpu: bool = True,
+    on_reply: Callable[[Reply], None] | None = None,
+) -> Visit:
+    """Start a server with the plugin, serve ``requests`` after one that pays for the start, and end it.
+
+    Args:
+        settings: the plugin's, as in `vllm_plugin.Settings`. The others: as in `serve_command`,
+            `environment` and `endpoint.serve`.
+
+    EndpointError: it does not start, with the end of its log, or gives no markers.
+    """
+    port = free_port()
+    words = plugin_words(settings)
+    command = serve_command(checkpoint, port, python=python, eager=eager, extra=words)
+    around = environment(cpu) | {"VLLM_SERVER_DEV_MODE": "1"}  # which can be asked for its markers
+    with started(command, port=port, log=log, environment=around) as ready:
+        endpoint = Endpoint(ready.base_url)
+        serve(endpoint, requests[:1])
+        markers(ready.base_url, reset=True)
+        replies = serve(endpoint, requests, concurrency=concurrency, on_reply=on_reply)
+        by_layer = {(kernel, other) for kernel, other in markers(ready.base_url).values()}
+    return Visit(ready, replies, by_layer.pop() if len(by_layer) == 1 else None)
+
+
+def tracing_story(checkpoint: Path, requests: Sequence[Request], log: Path) -> pd.DataFrame:
+    """The article's first two integrations in servers on the CPU, by their markers.
+
+    The definition computes in the kernel's place, which a CPU does not have.
+
+    Returns a row for each server: ``mode``, ``service`` (eager, compiled), ``at_a_time``,
+    ``decode_steps`` (of one token each, were the requests alone), ``kernel`` and ``fallback`` (runs of
+    each layer), ``changed`` (texts that are not the first row's).
+    """
+    tree = Reduction.candidates(preset("compact").head_dim)[0]
+    kernel = {
+        "numerics": str(Numerics("per_op", tree)),
+        "candidate": "fusion_evidence.kernels.reference:qkv_prologue",
+    }
+    servers: list[tuple[str, bool, int]] = [
+        ("native", False, 1),
+        ("python_branch", True, 1),
+        ("python_branch", False, 1),
+        ("opaque_eager", False, 1),
+        ("opaque_eager", False, 4),
+    ]
+    rows, first = [], None
+    for mode, eager, at_a_time in servers:
+        settings = {"mode": mode} | (kernel if mode != "native" else {})
+        seen = visit(checkpoint, requests, log, settings, eager=eager, concurrency=at_a_time)
+        said = [reply.tokens for reply in seen.replies]
+        first = said if first is None else first
+        counted = seen.counted or (0, 0)
+        rows.append(
+            {
+                "mode": mode,
+                "service": "eager" if eager else "compiled",
+                "at_a_time": at_a_time,
+                "decode_steps": sum(len(tokens) - 1 for tokens in said),
+                "kernel": counted[0],
+                "fallback": counted[1],
+                "changed": sum(a != b for a, b in zip(said, first, strict=True)),
+            }
+        )
+    return pd.DataFrame(rows)
 
 
 def as_text(requests: Sequence[Request], max_new_tokens: int | None = None) -> list[Request]:
