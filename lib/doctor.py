@@ -93,6 +93,7 @@ def _run_checks(found: Findings, quick: bool) -> Iterator[Check]:
         ("bf16", _bf16),
         ("compiler", _compiler),
         ("triton", _triton),
+        ("kernel", _kernel),
         ("cross-compile", _cross_compile),
         ("inductor", _inductor),
         ("guards", _guards),
@@ -131,7 +132,7 @@ class Need:
 
 NEEDS = (
     Need("notebook", "00 01 02 03 04 05 06 07", "everything: no kernel starts"),
-    Need("triton", "01 02 03 04 05 06 07", "all that runs the fused kernel"),
+    Need("kernel", "01 02 03 04 05 06 07", "all that runs the fused kernel"),
     Need("inductor", "01 03 04 05 06 07", "all that is compiled: baselines and arms"),
     Need("accelerator", "01", "device times, speed-up, peers (the interpreter gives bits alone)"),
     Need("accelerator", "03", "replay of captured graphs, the profiler's count, the marker's cost"),
@@ -433,6 +434,32 @@ def _triton(found: Findings, quick: bool) -> Check:
     return check
 
 
+_KERNEL = """
+import sys, torch
+from fusion_evidence.kernels import fused, reference
+from fusion_evidence.kernels.numerics import Numerics, Reduction
+from fusion_evidence.kernels.shapes import preset
+from fusion_evidence.lib.measure.compare import compare
+from fusion_evidence.lib.measure.inputs import prologue_inputs, run
+shape, numerics = preset("compact"), Numerics(reduction=Reduction(32, 2))
+inputs = prologue_inputs(shape, 1, device=sys.argv[1])
+got, expected = (run(one.qkv_prologue, inputs, shape, numerics) for one in (fused, reference))
+differ = {name: compare(got[name], expected[name]).mismatches for name in got}
+assert not any(differ.values()), f"elements that differ from the reference: {differ}"
+print(f"one token, {len(got)} outputs: the reference's bits")
+"""
+
+
+def _kernel(found: Findings, quick: bool) -> Check:
+    """The fused kernel itself: an older or a vendor's Triton can run others and not this one."""
+    if not _importable("triton"):
+        return Check("kernel", "no", "no triton")
+    check = _from_process("kernel", _KERNEL, limit=600, arguments=[found.device])
+    if check.status == "no":
+        return replace(check, remedy="a newer triton: 3.5 or newer is known to compile it")
+    return check
+
+
 _BACKENDS = """
 import triton
 from triton.backends import backends
@@ -450,7 +477,7 @@ print(f"the kernel compiles for {', '.join(taken)}; refused: {', '.join(refused)
 
 def _cross_compile(found: Findings, quick: bool) -> Check:
     """Machine code for accelerators that are not here; a vendor's compiler takes its own alone."""
-    if not found.passed("triton"):
+    if not _importable("triton"):
         return Check("cross-compile", "no", "no triton")
     if quick:
         check = _from_process("cross-compile", _BACKENDS, limit=300)
@@ -546,16 +573,19 @@ def _graph(found: Findings, quick: bool) -> Check:
     return _from_process("graph capture", _GRAPH, limit=300)
 
 
+_ORACLE = """
+import sys, torch, transformers
+version = f"transformers {transformers.__version__}"
+if not transformers.utils.is_torch_available():
+    sys.exit(f"{version} has no models for torch {torch.__version__}")
+from transformers.models.qwen3_5 import modeling_qwen3_5
+print(f"{version} has Qwen3.5")
+"""
+
+
 def _oracle(found: Findings, quick: bool) -> Check:
     """The other project whose modelling code the definition is compared with."""
-    code = "import transformers; from transformers.models.qwen3_5 import modeling_qwen3_5\n"
-    code += "print(f'transformers {transformers.__version__} has Qwen3.5')"
-    check = _from_process("oracle", code, limit=300)
-    if check.status == "no":
-        return replace(
-            check, detail=f"transformers without Qwen3.5, or one too new: {check.detail}"
-        )
-    return check
+    return _from_process("oracle", _ORACLE, limit=300)
 
 
 def _peers(found: Findings, quick: bool) -> Check:

@@ -38,10 +38,11 @@ def test_quick_on_this_machine():
     lines = {line[:14].strip(): line for line in said.splitlines()}
     for name in (
         *("python", "disk", "packages", "torch", "device", "bf16", "compiler", "triton"),
-        *("cross-compile", "oracle", "sockets", "notebook"),
+        *("kernel", "cross-compile", "sockets", "notebook"),
     ):
         assert lines[name][15:23].strip() == "ok", lines[name]
     copies = torch.__version__ < "2.6"  # views of one allocation, for an operator
+    assert ("has no models for" in lines["oracle"]) != ("has Qwen3.5" in lines["oracle"])
     assert lines["in place"][15:23].strip() == ("NO" if copies else "ok"), lines["in place"]
     assert "interpreter" in lines["triton"]
     assert "amd, nvidia" in lines["cross-compile"]
@@ -117,6 +118,18 @@ def test_a_triton_nobody_tried_is_said_to_be_one(monkeypatch):
     check = subject._triton(subject.Findings(device="cpu" if ON_CPU else "cuda"), quick=True)
     assert check.status == "no"
     assert "a kernel ran" in check.detail
+
+
+def test_a_kernel_of_other_bits_is_seen(monkeypatch):
+    both = "run(one.qkv_prologue, inputs, shape, numerics) for one in (fused, reference)"
+    assert both in subject._KERNEL
+    other = "run(one.qkv_prologue, inputs, shape, n) for one, n in "
+    other += "((fused, numerics), (reference, Numerics('per_op', Reduction(32, 2))))"
+    monkeypatch.setattr(subject, "_KERNEL", subject._KERNEL.replace(both, other))
+    check = subject._kernel(subject.Findings(device="cpu" if ON_CPU else "cuda"), quick=True)
+    assert check.status == "no"
+    assert "elements that differ" in check.detail
+    assert "triton" in check.remedy
 
 
 def test_a_triton_that_computes_wrongly_is_seen(tmp_path, monkeypatch):
@@ -292,7 +305,7 @@ def test_consequences_follow_the_findings():
     assert "Profile here: dcu" in text
     assert "gfx936" not in text
     assert text.count("runs whole") == len(subject.consequences(dcu)) - 1
-    text = without(dcu, "triton", "refused gfx936")
+    text = without(dcu, "kernel", "refused gfx936")
     assert text.count("NOT_RUN: all that runs the fused kernel (refused gfx936)") >= 6
     assert "captured and replayed, its times included (no)" in without(dcu, "graph capture", "no")
     cpu = said(device="cpu")
