@@ -18,7 +18,8 @@ from fusion_evidence.lib.measure.independent import PAIR_ULP_BOUND, huggingface,
 from fusion_evidence.lib.measure.inputs import prologue_inputs, run
 
 with_models = pytest.mark.skipif(
-    not is_torch_available(), reason=f"this transformers has no models for torch {torch.__version__}"
+    not is_torch_available(),
+    reason=f"this transformers has no models for torch {torch.__version__}",
 )
 TINY = AttentionShape("tiny", 2, 1, 64, 16, (3, 3, 2), 64, 1, 1)
 
