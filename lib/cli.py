@@ -10,10 +10,10 @@ import click
 
 from fusion_evidence.lib import paths
 from fusion_evidence.lib.archive_cli import import_command, pack_command, verify_command
+from fusion_evidence.lib.card_cli import card_command
 from fusion_evidence.lib.check_kernel_cli import check_kernel_command
 from fusion_evidence.lib.graph.finder_cli import find_command
-from fusion_evidence.lib.report.card_cli import card_command
-from fusion_evidence.lib.report.publish_cli import publish_command
+from fusion_evidence.lib.publish_cli import publish_command
 from fusion_evidence.lib.sweep_cli import sweep_command
 from fusion_evidence.lib.vllm_cpu_cli import vllm_cpu_command
 

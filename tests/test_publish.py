@@ -632,10 +632,6 @@ def test_the_chinese_readme_is_in_step():
 # --- every page, as a browser shows it
 
 WIDTHS = {"desktop": 1280, "phone": 390}
-NEEDS = (
-    "no Chromium starts here, so no page was looked at: apt-get install chromium, "
-    "or .venv/bin/playwright install --with-deps chromium"
-)
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):
@@ -662,21 +658,6 @@ def served(request) -> Iterator[tuple[Path, str]]:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield folder, f"http://127.0.0.1:{server.server_port}/"
         server.shutdown()
-
-
-@pytest.fixture(scope="module")
-def browser():
-    from playwright.sync_api import Error, sync_playwright
-
-    known = ("chromium", "chromium-browser", "google-chrome")
-    installed = next(filter(None, map(shutil.which, known)), None)
-    with sync_playwright() as playwright:
-        try:
-            chromium = playwright.chromium.launch(executable_path=installed)
-        except Error as error:
-            pytest.fail(f"{NEEDS}\n{error}")
-        yield chromium
-        chromium.close()
 
 
 def addresses(folder: Path, base: str) -> list[str]:
