@@ -279,8 +279,8 @@ class Checks:
         for tokens in (1, 5):
             inputs, other = self.make(shape, tokens), self.make(shape, tokens, seed=99)
             outputs, graph = self.captured(inputs, shape)
-            for name in ("qkv", "positions", "slot_mapping", "key_cache", "value_cache"):
-                getattr(inputs, name).copy_(getattr(other, name))
+            for captured, new in zip(inputs.args(), other.args(), strict=True):
+                captured.copy_(new)
             graph.replay()
             torch.cuda.synchronize()
             expected = self.call(other, shape)

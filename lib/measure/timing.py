@@ -192,9 +192,9 @@ def time_graphs(
     arms: name -> calls, captured in order. The tensors that the calls of one round return are all
     kept until the round is captured, so outputs rotate with the inputs. footprints as in
     `time_host`. samples: samples an arm; each is `replays` replays in a row between two events,
-    after one replay that is not timed, so that launching is hidden and the caches hold what this
-    arm leaves there. graph_us: a graph holds the calls often enough to run about this long.
-    warmup: eager rounds before capture, on the capturing stream.
+    after the L2 cache was swept and one replay that is not timed, so that launching is hidden and the
+    caches hold what this arm leaves there and no other does. graph_us: a graph holds the calls often
+    enough to run about this long. warmup: eager rounds before capture, on the capturing stream.
     All graphs live until the end, then their memory is given back. They share one memory pool, so an
     arm's outputs overwrite another's: only times come out.
 
@@ -208,12 +208,13 @@ def time_graphs(
         raise RuntimeError(
             "CUDA-graph timing needs a CUDA or ROCm device and there is none: use time_host"
         )
-    with _captured(arms, graph_us, warmup) as graphs:
+    with _captured(arms, graph_us, warmup) as (graphs, sweep):
         taken: dict[str, list[float]] = {name: [] for name in arms}
         for order in rotation(list(arms), samples):
             events = {}
             for name in order:
                 graph, _ = graphs[name]
+                sweep.replay()
                 start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 graph.replay()
                 start.record()
@@ -231,7 +232,7 @@ def time_graphs(
             taken[name],
             f"{'HIP' if torch.version.hip else 'CUDA'}-graph replay, "
             f"{rounds[name] * len(calls)} calls a graph, {replays} replays a sample, "
-            "arms interleaved",
+            "arms interleaved, L2 swept before each",
             (footprints or {}).get(name),
             len(calls),
         )
@@ -239,17 +240,20 @@ def time_graphs(
     }
 
 
+Graphs = dict[str, tuple[torch.cuda.CUDAGraph, int]]
+
+
 @contextmanager
 def _captured(
     arms: Mapping[str, Calls], graph_us: float, warmup: int
-) -> Iterator[dict[str, tuple[torch.cuda.CUDAGraph, int]]]:
-    """Name -> the arm's graph and how many rounds of its calls are in it."""
+) -> Iterator[tuple[Graphs, torch.cuda.CUDAGraph]]:
+    """Name -> the arm's graph and how many rounds of its calls are in it; and the graph that sweeps."""
     stream = torch.cuda.Stream()
-    # One pool: every arm's outputs lie where the others' do. Where they lie is worth 5 % at 60 MB.
+    # One pool: every arm's outputs lie where the others' do. Where tensors lie is worth 1 % (H200).
     pool = torch.cuda.graph_pool_handle()
-    one = torch.zeros(1, device="cuda")
-    anchor = _capture([one.zero_], 1, stream, pool)  # a pool ends with its last graph
-    graphs: dict[str, tuple[torch.cuda.CUDAGraph, int]] = {}
+    sweeping = _sweep_l2()  # holds the memory that the graph goes through
+    sweep = _capture([sweeping], 8, stream, pool)  # a pool ends with its last graph
+    graphs: Graphs = {}
     try:
         for name, calls in arms.items():
             stream.wait_stream(torch.cuda.current_stream())
@@ -269,14 +273,27 @@ def _captured(
                     f"arm {name!r} cannot be captured in a graph: {error}"
                 ) from error
             graphs[name] = graph, rounds
-        yield graphs
+        yield graphs, sweep
     finally:
         torch.cuda.synchronize()
-        for graph in (anchor, *(graph for graph, _ in graphs.values())):
+        for graph in (sweep, *(graph for graph, _ in graphs.values())):
             graph.reset()
         graphs.clear()
+        del sweeping
         gc.collect()
         torch.cuda.empty_cache()
+
+
+def _sweep_l2() -> Callable[[], object]:
+    """Reads 256 MiB and writes as many, in memory of its own: more than any L2 cache holds.
+
+    A load that asks to be evicted last (Inductor's do) leaves lines that stay as long as they are read:
+    the next arm with the same inputs finds them, 64 of its own replays later too, and is up to 6 %
+    faster (H200). A GB or two through other addresses makes them leave.
+    """
+    source = torch.zeros(64 << 20, device="cuda")
+    target = torch.empty_like(source)
+    return lambda: torch.add(source, 1, out=target)
 
 
 def _capture(
