@@ -153,11 +153,6 @@ def test_missing_and_damaged_results_are_not_run(notebook, tmp_path):
     assert "not readable" in load_evidence("01_tiny").reason
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AttributeError,
-    reason="to be mended together with the next runs on devices: accepted results rest on the module",
-)
 def test_labels_that_are_no_mapping_are_not_readable(notebook, tmp_path):
     (tmp_path / "runs" / "cpu").mkdir(parents=True)
     strange = (

@@ -137,8 +137,6 @@ def read_packed(opened: Archive, name: str) -> Evidence:
         evidence = Evidence.model_validate(document)
     except ValidationError as error:
         raise ArchiveError(f"{file}: {archive.first_problem(error)}") from None
-    except AttributeError as error:  # labels that are no mapping, of which it asks for items
-        raise ArchiveError(f"{file}: a measurement's labels: {error}") from None
     if evidence.run != "complete" or evidence.notebook != name:
         raise ArchiveError(f"{file} is of {evidence.notebook[:80]}, run {evidence.run}")
     return evidence

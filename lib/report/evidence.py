@@ -77,10 +77,12 @@ class Measurement(BaseModel):
                 fields[name] = None
                 note = fields.get("note")
                 fields["note"] = f"{note}; {name} was {number}" if note else f"{name} was {number}"
-        fields["labels"] = {
-            key: str(label) if isinstance(label, float) and not math.isfinite(label) else label
-            for key, label in fields.get("labels", {}).items()
-        }
+        labels = fields.get("labels")
+        if isinstance(labels, dict):  # else it is refused as what it is
+            fields["labels"] = {
+                key: str(label) if isinstance(label, float) and not math.isfinite(label) else label
+                for key, label in labels.items()
+            }
         return fields
 
 
