@@ -20,10 +20,9 @@ import os
 import re
 import stat
 import struct
-import tempfile
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -32,6 +31,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from fusion_evidence.lib.batch import BatchError
 from fusion_evidence.lib.measure.machine import Machine
+from fusion_evidence.lib.report.evidence import write_bytes
 
 KIND = "fusion-evidence run"
 MANIFEST = "manifest.json"
@@ -158,23 +158,6 @@ def write_archive(target: Path, manifest: Manifest, files: Mapping[str, bytes]) 
             archive.writestr(info, data, zipfile.ZIP_DEFLATED, 9)
     write_bytes(target, buffer.getvalue())
     return sha256(buffer.getvalue())
-
-
-def write_bytes(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all; raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(descriptor)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise
 
 
 # --- reading ------------------------------------------------------------------------------------

@@ -169,12 +169,23 @@ def evidence_path(folder: Path, notebook: str) -> Path:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all: a reader, or a full disk, never leaves half of it."""
+    """`write_bytes` of UTF-8, with the line ends that ``text`` has."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all: a reader, or a full disk, never leaves half of it.
+
+    Raises:
+        OSError: it cannot be written; what was there before is still there.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(descriptor)
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
     except BaseException:

@@ -17,6 +17,7 @@ from fusion_evidence.lib import batch, paths
 from fusion_evidence.lib.report import archive
 from fusion_evidence.lib.report.archive import RESULTS, ArchiveError, Digest, sha256
 from fusion_evidence.lib.report.archive_check import Verification, read_packed, verify
+from fusion_evidence.lib.report.evidence import write_bytes
 
 HANDED_IN = "handed in and verified, not run by this project"
 
@@ -98,9 +99,9 @@ def _place(result: Verification, folder: Path) -> None:
     new = Path(tempfile.mkdtemp(prefix=".import-", dir=folder.parent))
     try:
         for name, content in files.items():
-            archive.write_bytes(new / name, content)
+            write_bytes(new / name, content)
         text = json.dumps(handed_in.model_dump(mode="json"), indent=1)
-        archive.write_bytes(new / batch.ARCHIVE_RECORD, f"{text}\n".encode())
+        write_bytes(new / batch.ARCHIVE_RECORD, f"{text}\n".encode())
         os.chmod(new, 0o755)
         _take_name(new, folder)
     finally:
