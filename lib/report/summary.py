@@ -418,7 +418,11 @@ class Fact:
     @property
     def zero_bound(self) -> float | None:
         """Upper 95 % bound of the rate that a zero among ``n`` elements implies."""
-        return 2.9957 / self.n if self.value == 0 and self.n and self.metric == "mismatch" else None
+        if self.metric != "mismatch" or self.value != 0 or not self.n:
+            return None
+        from fusion_evidence.lib.measure.compare import upper_bound  # loads torch
+
+        return upper_bound(self.n)
 
 
 #: Metrics whose values are counts out of their ``n``.
