@@ -101,9 +101,9 @@ def calls(module):
 
 
 @pytest.mark.parametrize(("first", "last", "kernel"), [
-    (1, 1, True), (1, 4, True), (4, 4, True), (1, 5, False), (5, 5, False), (1, 4096, False),
+    (1, 1, True), (1, 4, False), (4, 4, True), (1, 5, False), (5, 5, False), (1, 4096, False),
 ])  # fmt: skip
-def test_only_a_range_inside_decode_gets_the_kernel(attached, first, last, kernel):
+def test_only_a_size_inside_decode_gets_the_kernel(attached, first, last, kernel):
     made = vllm_plugin.decided(graph(attached), first, last)
     assert regions(made) == []
     assert calls(made) == (["fusion_evidence.vllm_prologue.default"] if kernel else [])

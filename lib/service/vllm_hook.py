@@ -18,6 +18,12 @@ from typing import Any
 KEY = "fusion_evidence"
 """Under which the configuration stands in vLLM's ``additional_config``."""
 
+PINNED = {
+    "VLLM_ENABLE_INDUCTOR_MAX_AUTOTUNE": "0",
+    "VLLM_ENABLE_INDUCTOR_COORDINATE_DESCENT_TUNING": "0",
+}
+"""Environment in which Inductor does not ask a clock which kernel to make of a graph for one size."""
+
 _PLUGIN = "fusion_evidence.lib.service.vllm_plugin"
 _PATCHED = "fusion_patched"
 
@@ -83,7 +89,13 @@ def _patch_compiler(module: ModuleType) -> None:
     def compile(self: Any, graph: Any, *arguments: Any, **named: Any) -> Any:
         if plugin := sys.modules.get(_PLUGIN):
             sizes = named.get("compile_range") or next(a for a in arguments if hasattr(a, "start"))
-            graph = plugin.decided(graph, sizes.start, sizes.end)
+            return plugin.compiled(
+                graph,
+                named.get("graph_index", 0),
+                sizes.start,
+                sizes.end,
+                lambda chosen: original(self, chosen, *arguments, **named),
+            )
         return original(self, graph, *arguments, **named)
 
     setattr(compile, _PATCHED, True)

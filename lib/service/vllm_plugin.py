@@ -15,8 +15,12 @@ Modes:
 - ``opaque_eager``, ``opaque_compiled``: an opaque operator chooses at run time; its fallback is vLLM's own
   code, eager or compiled on its own. ``fallback_only``: the same with the eager fallback at every T.
 - ``opaque_fused``: the operator runs the kernel at every T.
-- ``integrated``: the kernel in the graphs that are compiled for T in ``decode`` alone, and in no other: see
-  `late_decision`. Needs ``compile_sizes`` with every T of ``decode``.
+- ``integrated``: the kernel in the graphs that are compiled for one T of ``decode`` alone, and in no other:
+  see `late_decision`. Those T are the ``compile_sizes`` in ``decode``. vLLM pads small steps to the sizes
+  of its CUDA graphs; a size that is compiled and is none of them never runs.
+
+Besides, in any mode: ``records`` of what enters the attention (`vllm_recorder`), evidence of what was
+compiled for each range (`vllm_evidence`), and a pin of the configurations of generated kernels.
 
 Nothing here assumes CUDA, or who provides the platform: the layer, the compiler manager and the worker are
 vLLM's own classes, which platform plugins use too.
@@ -24,7 +28,12 @@ vLLM's own classes, which platform plugins use too.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
+from functools import cached_property
+from pathlib import Path
 from types import MethodType
 from typing import Any, Literal, get_args
 
@@ -35,8 +44,10 @@ from fusion_evidence.kernels.candidate import Kernel, load_kernel, marked
 from fusion_evidence.kernels.numerics import Numerics
 from fusion_evidence.kernels.shapes import AttentionShape
 from fusion_evidence.lib.service import late_decision
-from fusion_evidence.lib.service.arms import parse_numerics
-from fusion_evidence.lib.service.vllm_hook import KEY
+from fusion_evidence.lib.service.arms import choosing_configurations, parse_numerics
+from fusion_evidence.lib.service.vllm_evidence import Evidence
+from fusion_evidence.lib.service.vllm_hook import KEY, PINNED
+from fusion_evidence.lib.service.vllm_recorder import Recorder
 
 Mode = Literal[
     "off",
@@ -55,7 +66,13 @@ KNOWN = ("0.25.1", "0.32.0")
 KERNEL, FALLBACK = 0, 1
 """What each of a layer's two marker elements counts: runs of the kernel, and of the fallback."""
 
+OTHER = "*"
+"""In `Settings.numerics`, where they go by T: those of every T that is not named."""
+
 _layers: dict[str, _Attached] = {}
+_recorders: list[Recorder] = []
+_evidence: list[Evidence] = []
+_pins: list[AbstractContextManager[None]] = []
 
 
 class PluginError(RuntimeError):
@@ -66,17 +83,27 @@ class PluginError(RuntimeError):
 class Settings:
     """What stands under ``fusion_evidence`` in vLLM's ``additional_config``.
 
-    numerics: of the kernel, as `Numerics` prints itself; needed where the kernel shall run.
+    numerics: of the kernel, as `Numerics` prints itself; needed where the kernel shall run. Or by T, as a
+        mapping of ``"1"``, ``"16"`` and the like, with ``"*"`` for every other.
     decode: first and last T for which it does.
     candidate: a kernel in its place, see `kernels.candidate`.
     force: run with a version of vLLM that is not among `KNOWN`.
+    records: rows to keep of what enters each layer's attention; 0: none. Where the mode is an operator at
+        every T, what enters the prologue is kept too.
+    graphs: folder for what is compiled for each range of sizes; one for each rank, by its number, beneath
+        it. Empty: nothing is kept.
+    configurations: of generated kernels, ``timed`` or the ``first`` that is listed, which no timing moves;
+        with the latter the process needs `vllm_hook.PINNED` in its environment.
     """
 
     mode: Mode = "off"
-    numerics: str = ""
+    numerics: str | Mapping[str, str] = ""
     decode: tuple[int, int] = (1, 1)
     candidate: str = ""
     force: bool = False
+    records: int = 0
+    graphs: str = ""
+    configurations: Literal["timed", "first"] = "timed"
 
     @classmethod
     def read(cls, additional_config: Any) -> Settings:
@@ -100,14 +127,42 @@ class Settings:
         whole = [value for value in self.decode if type(value) is int]
         if len(whole) != 2 or not 1 <= whole[0] <= whole[1]:
             raise PluginError(f"{KEY}.decode: expected 1 <= first <= last, got {list(self.decode)}")
+        if type(self.records) is not int or self.records < 0:
+            raise PluginError(f"{KEY}.records: expected 0 or more rows, got {self.records!r}")
+        if not isinstance(self.graphs, str):
+            raise PluginError(f"{KEY}.graphs: expected a folder, got {self.graphs!r}")
+        if self.configurations not in ("timed", "first"):
+            raise PluginError(
+                f"{KEY}.configurations: expected timed | first, got {self.configurations!r}"
+            )
         if self.runs_kernel and not self.numerics:
             raise PluginError(f"{KEY}.numerics: mode {self.mode} runs the kernel, and needs them")
         try:
-            if self.numerics:
-                parse_numerics(self.numerics)
+            self._check_sizes(list(self.numerics_by_size))
             load_kernel(self.candidate)
         except ValueError as error:
             raise PluginError(f"{KEY}: {error}") from error
+
+    def _check_sizes(self, sizes: list[str]) -> None:
+        """ValueError: numerics of what is no T, or none of a T that may take the kernel."""
+        wrong = [size for size in sizes if size != OTHER and not (size.isdecimal() and int(size))]
+        if wrong:
+            raise ValueError(f"numerics: expected 1, 2, ... or {OTHER}, got {', '.join(wrong)}")
+        if not sizes or OTHER in sizes:
+            return
+        if self.mode == "opaque_fused":
+            raise ValueError(f"numerics: mode opaque_fused takes any T, and needs them for {OTHER}")
+
+    @cached_property
+    def numerics_by_size(self) -> dict[str, Numerics]:
+        """Of each T that is named, and `OTHER`. ValueError: cannot be read."""
+        given = {OTHER: self.numerics} if isinstance(self.numerics, str) else self.numerics
+        return {size: parse_numerics(text) for size, text in given.items() if text}
+
+    def numerics_at(self, tokens: int) -> Numerics | None:
+        """Of the kernel for ``tokens`` tokens; None where there are none."""
+        found = self.numerics_by_size
+        return found.get(str(tokens), found.get(OTHER))
 
     @property
     def runs_kernel(self) -> bool:
@@ -117,16 +172,31 @@ class Settings:
         """Whether ``tokens`` tokens take the kernel where the choice is made at run time."""
         if self.mode == "opaque_fused":
             return True
-        return self.runs_kernel and self.decode[0] <= tokens <= self.decode[1]
+        inside = self.decode[0] <= tokens <= self.decode[1]
+        return self.runs_kernel and inside and self.numerics_at(tokens) is not None
 
 
 # --- ranges of sizes
 
 
+def compiled(
+    graph: torch.fx.GraphModule,
+    piece: int,
+    first: int,
+    last: int,
+    compile: Callable[[torch.fx.GraphModule], Any],
+) -> Any:
+    """What vLLM's ``compile`` makes of the graph that ``first`` to ``last`` tokens shall have."""
+    chosen = decided(graph, first, last)
+    if not _evidence:
+        return compile(chosen)
+    return _evidence[0].watch(chosen, piece, first, last, lambda: compile(chosen))
+
+
 def decided(graph: torch.fx.GraphModule, first: int, last: int) -> torch.fx.GraphModule:
     """What the compiler gets of a traced graph for ``first`` to ``last`` tokens."""
     found = [_layers[layer].settings for layer in late_decision.regions(graph) if layer in _layers]
-    if found and all(one.decode[0] <= first and last <= one.decode[1] for one in found):
+    if found and first == last and all(one.takes_kernel(first) for one in found):
         return late_decision.with_operator(graph, torch.ops.fusion_evidence.vllm_prologue.default)
     return late_decision.without_marks(graph)
 
@@ -141,7 +211,6 @@ class _Attached:
     layer: nn.Module
     settings: Settings
     shape: AttentionShape
-    numerics: Numerics | None
     kernel: Kernel
     marker: Tensor
     no_slots: Tensor
@@ -156,9 +225,10 @@ class _Attached:
         layer: Any = self.layer
         weights = layer.q_norm.weight, layer.k_norm.weight, layer.rotary_emb.cos_sin_cache
         caches = self.no_cache, self.no_cache
+        numerics = self.settings.numerics_at(qkv.shape[0])
         slots = self.no_slots[: qkv.shape[0]]  # negative: the kernel writes no cache
         return self.kernel(
-            *(qkv, *weights, positions, slots, *caches, self.shape, self.numerics),
+            *(qkv, *weights, positions, slots, *caches, self.shape, numerics),
             marker=self.marker.narrow(0, KERNEL, 1),
         )
 
@@ -169,10 +239,15 @@ def attach(layer: Any, config: Any) -> None:
     PluginError: the configuration is wrong, or the layer or the service none that the mode can serve.
     """
     settings = Settings.read(config.additional_config)
-    if settings.mode == "off":
+    if settings == Settings():
         return
     check_version(settings)
+    _watch(settings, config)
     name = layer.attn.layer_name
+    if settings.records:
+        _record(layer, name, settings, config)
+    if settings.mode == "off":
+        return
     layer.use_fused_qk_norm_rope_gate = False
     if settings.mode == "native":
         return
@@ -185,7 +260,6 @@ def attach(layer: Any, config: Any) -> None:
         layer,
         settings,
         shape,
-        parse_numerics(settings.numerics) if settings.numerics else None,
         marked(load_kernel(settings.candidate)),
         torch.zeros(2, dtype=torch.int64, device=device),
         torch.full((tokens,), -1, dtype=torch.int64, device=device),
@@ -195,6 +269,44 @@ def attach(layer: Any, config: Any) -> None:
     if settings.mode == "integrated":
         _check_ranges(settings, config)
     layer._project_qkv_gate = MethodType(_FORWARD.get(settings.mode, _opaque), layer)
+
+
+def _watch(settings: Settings, config: Any) -> None:
+    """Before the first layer: the pin, and evidence of what will be compiled."""
+    if settings.configurations == "first":
+        lacking = {name: value for name, value in PINNED.items() if os.environ.get(name) != value}
+        if lacking:
+            needed = " ".join(f"{name}={value}" for name, value in lacking.items())
+            raise PluginError(f"{KEY}.configurations: first needs {needed} in the environment")
+        if not _pins:
+            _pins.append(choosing_configurations("first"))
+            _pins[0].__enter__()
+    if settings.graphs and not _evidence:
+        _evidence.append(Evidence(Path(settings.graphs) / str(config.parallel_config.rank)))
+
+
+def _record(layer: Any, name: str, settings: Settings, config: Any) -> None:
+    """Every call of the layer's attention is recorded before it is made."""
+    dtype, device = layer.q_norm.weight.dtype, layer.q_norm.weight.device
+    if not _recorders:
+        tokens = config.scheduler_config.max_num_batched_tokens
+        _recorders.append(Recorder(settings.records, tokens, device))
+    recorder, own = _recorders[0], layer.attn.impl.forward
+    constants = {
+        "q_weight": layer.q_norm.weight,
+        "k_weight": layer.k_norm.weight,
+        "cos_sin": layer.rotary_emb.cos_sin_cache,
+    }
+    at_every_size = settings.mode.startswith(("opaque", "fallback"))
+    recorder.add(name, shape_of(layer, name), dtype, constants, inputs=at_every_size)
+
+    def forward(
+        self: Any, q: Tensor, k: Tensor, v: Tensor, cache: Any, metadata: Any, **more: Any
+    ) -> Any:
+        recorder.write(name, q, k, v, metadata)
+        return own(self, q, k, v, cache, metadata, **more)
+
+    layer.attn.impl.forward = forward
 
 
 def check_version(settings: Settings) -> None:
@@ -241,10 +353,13 @@ def _check_ranges(settings: Settings, config: Any) -> None:
             f"mode integrated needs vLLM's own compilation by range, this service has "
             f"{compilation.mode.name}"
         )
-    first, last = settings.decode
-    lacking = [T for T in range(first, last + 1) if T not in (compilation.compile_sizes or ())]
-    if lacking:
-        raise PluginError(f"mode integrated needs T={lacking} in compile_sizes")
+    sizes = compilation.compile_sizes or ()
+    if not any(settings.takes_kernel(size) for size in sizes):
+        first, last = settings.decode
+        raise PluginError(
+            f"mode integrated needs a T from {first} to {last} in compile_sizes, of which it has "
+            f"{list(sizes)}, and numerics for it"
+        )
 
 
 def _compiled(own: Any) -> Any:
@@ -272,6 +387,8 @@ def _compiled(own: Any) -> Any:
 def vllm_prologue(qkv: Tensor, positions: Tensor, layer: str) -> Outputs:
     """q ``[T, Hq*D]``, k, v ``[T, Hk*D]`` and gate ``[T, Hq*D]`` of one layer, by the body of its mode."""
     one = _layers[layer]
+    for recorder in _recorders:
+        recorder.stage(qkv)
     results = one.run(qkv, positions, one.settings.takes_kernel(qkv.shape[0]))
     q, k, v, gate = (r.reshape(qkv.shape[0], -1) for r in results)
     # None may be a view of the input, as vLLM's V is.
@@ -323,10 +440,39 @@ def reset_markers() -> None:
 
 
 class WorkerExtension:
-    """For ``--worker-extension-cls``: the markers of a running service, by ``collective_rpc``."""
+    """For ``--worker-extension-cls``: what a running service has counted and kept, by ``collective_rpc``.
+
+    Paths are of files and folders on the server's machine; a rank but the first adds its number to them.
+    """
 
     def fusion_markers(self) -> dict[str, list[int]]:
         return markers()
 
     def fusion_reset_markers(self) -> None:
         reset_markers()
+
+    def fusion_records(self, path: str) -> dict[str, int]:
+        """Write the records, see `Recorder.save`; ``rows`` and ``lost``, both 0 where none are kept."""
+        file, rank = Path(path), int(getattr(self, "rank", 0))
+        if rank:
+            file = file.with_name(f"{file.stem}.{rank}{file.suffix}")
+        return _recorders[0].save(file) if _recorders else {"rows": 0, "lost": 0}
+
+    def fusion_reset_records(self) -> None:
+        for recorder in _recorders:
+            recorder.reset()
+
+    def fusion_choices(self) -> dict[str, list[int]]:
+        """What forced requests would have said, see `vllm_forced`."""
+        from fusion_evidence.lib.service import vllm_forced
+
+        return vllm_forced.choices()
+
+    def fusion_reset_choices(self) -> None:
+        from fusion_evidence.lib.service import vllm_forced
+
+        vllm_forced.reset_choices()
+
+    def fusion_graphs(self) -> dict[str, int]:
+        """Write what was compiled for each range of sizes; how many ``graphs``."""
+        return {"graphs": sum(evidence.save() for evidence in _evidence)}
