@@ -80,18 +80,13 @@ def _version() -> str:
 
 def _served(requests: list[Request], folder: Path, concurrency: int) -> tuple[Started, list[Reply]]:
     """What a server of the exported checkpoint replied; each reply is kept in ``folder`` as it ends."""
-    from fusion_evidence.lib.service.endpoint import Endpoint, free_port, serve, started
+    from fusion_evidence.lib.service.endpoint import Endpoint, serve
     from fusion_evidence.lib.service.vllm_checkpoint import export
-    from fusion_evidence.lib.service.vllm_server import environment, serve_command
+    from fusion_evidence.lib.service.vllm_server import running
 
-    checkpoint, port = export(folder / "checkpoint"), free_port()
+    checkpoint = export(folder / "checkpoint")
     with (
-        started(
-            serve_command(checkpoint, port),
-            port=port,
-            log=folder / "server.log",
-            environment=environment(),
-        ) as ready,
+        running(checkpoint, folder / "server.log") as ready,
         (folder / "replies.jsonl").open("w") as kept,
     ):
         endpoint = Endpoint(ready.base_url)

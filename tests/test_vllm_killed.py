@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import psutil
 import pytest
-from vllm_helper import start_vllm
 
 from fusion_evidence.lib.service.endpoint import Endpoint, serve
 from fusion_evidence.lib.service.metrics import Reply, summarize
 from fusion_evidence.lib.service.prompts import load_requests
 from fusion_evidence.lib.service.vllm_checkpoint import export
+from fusion_evidence.lib.service.vllm_server import running
 
 pytestmark = pytest.mark.vllm
 
@@ -32,7 +32,7 @@ def test_a_server_killed_in_the_middle_leaves_what_had_come(tmp_path, part):
     short = replace(REQUESTS[0], id="short", max_new_tokens=24)
     long = replace(REQUESTS[1], id="long", max_new_tokens=1900)
     checkpoint = export(tmp_path / "checkpoint")
-    with start_vllm(checkpoint, tmp_path / "server.log") as ready:
+    with running(checkpoint, tmp_path / "server.log") as ready:
         endpoint = Endpoint(ready.base_url, silent_s=60)
         extra = {"ignore_eos": True}
         whole, cut = serve(endpoint, [short, long], concurrency=2, extra=extra, on_reply=kill)

@@ -9,7 +9,6 @@ from dataclasses import replace
 from itertools import accumulate
 
 import pytest
-from vllm_helper import start_vllm
 
 from fusion_evidence.kernels import eager
 from fusion_evidence.lib.service import model as m
@@ -18,7 +17,7 @@ from fusion_evidence.lib.service.engine import Engine, Settings
 from fusion_evidence.lib.service.metrics import Reply, summarize
 from fusion_evidence.lib.service.prompts import COMPACT, Request, load_requests, load_tokenizer
 from fusion_evidence.lib.service.vllm_checkpoint import export
-from fusion_evidence.lib.service.vllm_server import agreement, as_text
+from fusion_evidence.lib.service.vllm_server import agreement, as_text, running
 
 pytestmark = pytest.mark.vllm
 
@@ -34,7 +33,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(checkpoint):
-    with start_vllm(checkpoint, checkpoint.parent / "server.log") as ready:
+    with running(checkpoint, checkpoint.parent / "server.log") as ready:
         serve(Endpoint(ready.base_url), REQUESTS[:1])
         yield ready
 

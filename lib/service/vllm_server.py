@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,37 @@ def plugin_words(settings: Mapping[str, Any]) -> list[str]:
     return ["--additional-config", configured, "--worker-extension-cls", extension]
 
 
+@contextmanager
+def running(
+    checkpoint: Path,
+    log: Path,
+    settings: Mapping[str, Any] | None = None,
+    *,
+    cpu: bool = True,
+    around: Mapping[str, str] | None = None,
+    ready_s: float = 900.0,
+    extra: Sequence[str] = (),
+    **options: Any,
+) -> Iterator[Started]:
+    """A vLLM server of a checkpoint on a free port of loopback, until the context ends.
+
+    Args:
+        settings: the plugin's, as in `vllm_plugin.Settings`, and then the server can be asked for its
+            markers; None: it gets no word of it.
+        cpu, around: `environment`, and what to add. ready_s: to answer in.
+        extra, options: as in `serve_command`.
+
+    EndpointError: it does not start, with the end of its log.
+    """
+    port = free_port()
+    words = [*extra, *(plugin_words(settings) if settings is not None else [])]
+    command = serve_command(checkpoint, port, extra=words, **options)
+    asked = {"VLLM_SERVER_DEV_MODE": "1"} if settings is not None else {}
+    variables = environment(cpu) | asked | dict(around or {})
+    with started(command, port=port, log=log, environment=variables, ready_s=ready_s) as ready:
+        yield ready
+
+
 def markers(base_url: str, *, reset: bool = False) -> dict[str, list[int]]:
     """Layer -> runs of the kernel and of the fallback on the server's first worker, replays included.
 
@@ -142,11 +174,7 @@ def visit(
 
     EndpointError: it does not start, with the end of its log, or gives no markers.
     """
-    port = free_port()
-    words = plugin_words(settings)
-    command = serve_command(checkpoint, port, python=python, eager=eager, extra=words)
-    around = environment(cpu) | {"VLLM_SERVER_DEV_MODE": "1"}  # which can be asked for its markers
-    with started(command, port=port, log=log, environment=around) as ready:
+    with running(checkpoint, log, settings, eager=eager, python=python, cpu=cpu) as ready:
         endpoint = Endpoint(ready.base_url)
         serve(endpoint, requests[:1])
         markers(ready.base_url, reset=True)
