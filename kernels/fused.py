@@ -21,15 +21,9 @@ from torch import Tensor
 
 from .checks import check_arguments
 from .numerics import Numerics, Reduction
+from .older_triton import CAN_OVERLAP, end_recursion, launch_dependents, wait
+from .older_triton import INTERPRETED as _INTERPRETED
 from .shapes import AttentionShape
-
-_INTERPRETED = not isinstance(tl.sum, triton.JITFunction)
-if _INTERPRETED:
-    from triton.runtime.interpreter import InterpreterBuilder
-
-    # Triton 3.3 names this type and cannot make it.
-    if not hasattr(InterpreterBuilder, "get_int1_ty"):
-        InterpreterBuilder.get_int1_ty = lambda _: tl.int1
 
 BAD_POSITION, BAD_SLOT = 1, 2
 VECTOR = 8  # elements of 16 bits in the widest load
@@ -87,6 +81,9 @@ def _sum_halves(x, count: tl.constexpr):
     else:
         a, b = tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, count // 2)), (0, 2, 1)))
         return _sum_halves(a + b, count // 2)
+
+
+end_recursion([_sum_neighbours, _sum_in_sequence, _sum_halves])
 
 
 @triton.jit
@@ -190,7 +187,7 @@ def _prologue(
     token = tl.where(query, after // Q_GROUPS, program // K_GROUPS).to(tl.int64)
     head = tl.where(query, after % Q_GROUPS, program % K_GROUPS) * HEADS
     if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
+        launch_dependents()
 
     # Every load is issued before the first use of one, those that others wait for before all: the
     # longest chain is position -> table row -> rotation. A lane takes one frequency and its position.
@@ -222,7 +219,7 @@ def _prologue(
     w1 = tl.load(weight + lane, mask=turns, other=0.0)
     w2 = tl.load(weight + HALF + lane, mask=turns, other=0.0)
     if OVERLAP:
-        tl.extra.cuda.gdc_wait()
+        wait()
     # The rotary columns are loaded twice, the second time one pair a lane: same cache lines, no wait.
     xs, firsts, seconds, copies = (), (), (), ()
     for i in tl.static_range(HEADS):
@@ -365,6 +362,8 @@ def qkv_prologue(
             f"launch.heads={launch.heads} must divide q_heads={shape.q_heads} and "
             f"kv_heads={shape.kv_heads}"
         )
+    if launch.overlap and not CAN_OVERLAP:
+        raise ValueError(f"launch.overlap: triton {triton.__version__} cannot; 3.4 or newer can")
     _prologue[(tokens * (shape.q_heads + shape.kv_heads) // launch.heads,)](
         qkv, q_weight, k_weight, cos_sin, positions, slot_mapping, q, k, v, gate, key_cache, value_cache,
         qkv if marker is None else marker, qkv if errors is None else errors,

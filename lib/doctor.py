@@ -456,7 +456,7 @@ def _kernel(found: Findings, quick: bool) -> Check:
         return Check("kernel", "no", "no triton")
     check = _from_process("kernel", _KERNEL, limit=600, arguments=[found.device])
     if check.status == "no":
-        return replace(check, remedy="a newer triton: 3.5 or newer is known to compile it")
+        return replace(check, remedy="another triton: from 3.3 on it is known to compile")
     return check
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fusion_evidence.kernels import eager, fused
 from fusion_evidence.kernels.numerics import Numerics, Reduction
+from fusion_evidence.kernels.older_triton import CAN_OVERLAP
 from fusion_evidence.kernels.shapes import AttentionShape
 from fusion_evidence.lib.graph import generated_code
 from fusion_evidence.lib.measure import floors, peers, timing
@@ -188,7 +189,7 @@ def own_arms(
 ) -> dict[str, Arm]:
     """The kernel and its baselines, as far as this machine can time them, the kernel first.
 
-    ``overlap`` is the project's kernel under programmatic dependent launch, where the hardware has it.
+    ``overlap`` is the project's kernel under programmatic dependent launch, where the machine has it.
     On a CPU there is no kernel to time: Triton's interpreter says nothing about one.
     """
     baselines = {"compiled": arm(static_compiled(), shape, numerics)}
@@ -201,6 +202,7 @@ def own_arms(
         machine.profile == "cuda"
         and int(machine.arch.removeprefix("sm_")) >= 90
         and kernel is fused.qkv_prologue
+        and CAN_OVERLAP
     ):
         arms["overlap"] = arm(overlapping, shape, numerics)
     return arms
