@@ -125,7 +125,7 @@ def serve(
     requests: Sequence[Request],
     *,
     concurrency: int = 1,
-    extra: Mapping[str, Any] | None = None,
+    extra: Mapping[str, Any] | Callable[[Request], Mapping[str, Any]] | None = None,
     on_reply: Callable[[Reply], None] | None = None,
 ) -> list[Reply]:
     """Send all requests, ``concurrency`` at a time; replies in the order of the requests.
@@ -134,8 +134,9 @@ def serve(
     then; the others go on. Times count from the moment each request is sent.
 
     Args:
-        extra: further fields of every request, such as ``{"ignore_eos": True}``; ``return_token_ids`` is
-            asked for unless it is given, and a server without it gives replies without tokens.
+        extra: further fields of every request, such as ``{"ignore_eos": True}``, or a function that gives
+            each its own; ``return_token_ids`` is asked for unless it is given, and a server without it
+            gives replies without tokens.
         on_reply: called with each reply as it ends, one at a time: what came is kept if the caller is
             stopped.
 
@@ -149,7 +150,8 @@ def serve(
 
     async def ask(client: httpx.AsyncClient, request: Request) -> Reply:
         async with places:
-            return await _ask(client, url, model, request, extra or {})
+            fields = extra(request) if callable(extra) else extra or {}
+            return await _ask(client, url, model, request, fields)
 
     # An event loop in a thread of its own: a notebook has one in this thread already.
     with (

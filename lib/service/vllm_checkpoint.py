@@ -19,6 +19,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from fusion_evidence.kernels.shapes import AttentionShape
 from fusion_evidence.lib.service.model import CheckpointError, ModelConfig
 from fusion_evidence.lib.service.prompts import COMPACT
 
@@ -57,6 +58,38 @@ def export(folder: Path, source: Path = COMPACT) -> Path:
     for name in _BESIDE:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
+    return folder
+
+
+def stack(folder: Path, shape: AttentionShape, layers: int, intermediate: int) -> Path:
+    """Write a checkpoint without weights, for vLLM's ``--load-format dummy``; returns ``folder``.
+
+    The compact model's vocabulary and tokenizer, ``layers`` gated attention layers of ``shape``, and an MLP
+    of ``intermediate``. vLLM draws such weights from a seed of its own, the same in every server.
+    """
+    text = _read_config(COMPACT)
+    rope = text["rope_parameters"] | {
+        "rope_theta": shape.rope_theta,
+        "partial_rotary_factor": shape.rotary_dim / shape.head_dim,
+        "mrope_section": list(shape.mrope_section),
+        "mrope_interleaved": shape.mrope_interleaved,
+    }
+    text |= {
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "layer_types": ["full_attention"] * layers,
+        "num_attention_heads": shape.q_heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "rms_norm_eps": shape.eps,
+        "rope_parameters": rope,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(configuration(text, shape.name), indent=2) + "\n")
+    for name in _BESIDE:
+        if (COMPACT / name).is_file():
+            shutil.copyfile(COMPACT / name, folder / name)
     return folder
 
 

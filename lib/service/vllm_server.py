@@ -123,21 +123,30 @@ def running(
         yield ready
 
 
+def ask_workers(base_url: str, method: str, *arguments: str, timeout_s: float = 300.0) -> Any:
+    """What ``method`` of the server's first worker answers, see `vllm_plugin.WorkerExtension`.
+
+    EndpointError: the server has no such method, or does not answer.
+    """
+    body = {"method": method, "args": list(arguments)}
+    try:
+        answer = httpx.post(
+            f"{base_url}/collective_rpc", json=body, timeout=timeout_s, trust_env=False
+        )
+        answer.raise_for_status()
+        return answer.json()["results"][0]
+    except (httpx.HTTPError, ValueError, KeyError, IndexError) as error:
+        raise EndpointError(f"{base_url} gives no {method}: {error}") from error
+
+
 def markers(base_url: str, *, reset: bool = False) -> dict[str, list[int]]:
     """Layer -> runs of the kernel and of the fallback on the server's first worker, replays included.
 
     reset: then start from zero. EndpointError: the server has no plugin, or does not answer.
     """
-    found: dict[str, list[int]] = {}
-    for method in ("fusion_markers", *(["fusion_reset_markers"] if reset else [])):
-        try:
-            answer = httpx.post(
-                f"{base_url}/collective_rpc", json={"method": method}, timeout=60, trust_env=False
-            )
-            answer.raise_for_status()
-            found = found or answer.json()["results"][0]
-        except (httpx.HTTPError, ValueError, KeyError, IndexError) as error:
-            raise EndpointError(f"{base_url} gives no markers: {error}") from error
+    found: dict[str, list[int]] = ask_workers(base_url, "fusion_markers")
+    if reset:
+        ask_workers(base_url, "fusion_reset_markers")
     return found
 
 
