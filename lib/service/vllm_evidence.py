@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -107,13 +108,10 @@ def prefill_identical(a: Path, b: Path) -> pd.DataFrame:
         found: dict[str, list[bool | None]] = {
             "graph": [one["graph_sha256"] == other["graph_sha256"]]
         }
-        for what in ("source", "config", "binary"):
-            found[what] = [len(one["code"]) == len(other["code"])] if one["code"] else []
-        for mine, theirs in zip(one["code"], other["code"], strict=False):
-            for what, same in identical(
-                {"": GraphReport(**mine)}, {"": GraphReport(**theirs)}, ""
-            ).items():
-                found[what].append(same)
+        made = [[GraphReport(**code) for code in side["code"]] for side in (one, other)]
+        for mine, theirs in zip_longest(*made):
+            for what, same in _same(mine, theirs).items():
+                found.setdefault(what, []).append(same)
         for what, same in found.items():
             answers.setdefault((first, last, what), []).extend(same)
     rows = [
@@ -121,6 +119,13 @@ def prefill_identical(a: Path, b: Path) -> pd.DataFrame:
         for (first, last, what), same in answers.items()
     ]
     return pd.DataFrame(rows).astype({"identical": "boolean"})
+
+
+def _same(one: GraphReport | None, other: GraphReport | None) -> dict[str, bool | None]:
+    """As `graphs.identical`; code that one of them has alone is other code."""
+    if one is None or other is None:
+        return dict.fromkeys(("source", "config", "binary"), False)
+    return identical({"": one}, {"": other}, "")
 
 
 def _all(answers: list[bool | None]) -> bool | None:

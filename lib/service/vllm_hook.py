@@ -12,11 +12,15 @@ import importlib.abc
 import importlib.machinery
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 KEY = "fusion_evidence"
 """Under which the configuration stands in vLLM's ``additional_config``."""
+
+GROUP = "vllm.general_plugins"
+"""Entry points that vLLM calls in each of its processes; all of them, unless VLLM_PLUGINS names some."""
 
 PINNED = {
     "VLLM_ENABLE_INDUCTOR_MAX_AUTOTUNE": "0",
@@ -26,6 +30,23 @@ PINNED = {
 
 _PLUGIN = "fusion_evidence.lib.service.vllm_plugin"
 _PATCHED = "fusion_patched"
+
+
+def declare(folder: Path) -> Path:
+    """Make ``folder`` tell vLLM of this plugin where it is on ``PYTHONPATH``, and return it.
+
+    For a Python that can import the project and has it not installed: vLLM finds plugins by what is
+    installed. Beside an installed one it does no harm.
+    """
+    record = folder / "fusion_evidence_vllm-0.dist-info"
+    record.mkdir(parents=True, exist_ok=True)
+    (record / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: fusion-evidence-vllm\nVersion: 0\n"
+    )
+    (record / "entry_points.txt").write_text(
+        f"[{GROUP}]\n{KEY} = {register.__module__}:{register.__name__}\n"
+    )
+    return folder
 
 
 def register() -> None:
@@ -102,7 +123,24 @@ def _patch_compiler(module: ModuleType) -> None:
     module.CompilerManager.compile = compile
 
 
+def _patch_inputs(module: ModuleType) -> None:
+    """A graph for one size is compiled for inputs with the strides that they have, see `vllm_strides`."""
+    original = module.create_concrete_args
+    if getattr(original, _PATCHED, False):
+        return
+
+    @functools.wraps(original)
+    def create_concrete_args(graph: Any, size: int) -> Any:
+        if plugin := sys.modules.get(_PLUGIN):
+            return plugin.inputs_of(original, graph, size)
+        return original(graph, size)
+
+    setattr(create_concrete_args, _PATCHED, True)
+    module.create_concrete_args = create_concrete_args
+
+
 _PATCHES: dict[str, Callable[[ModuleType], None]] = {
     "vllm.model_executor.models.qwen3_next": _patch_layer,
     "vllm.compilation.backends": _patch_compiler,
+    "vllm.compilation.piecewise_backend": _patch_inputs,
 }

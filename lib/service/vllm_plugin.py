@@ -48,6 +48,7 @@ from fusion_evidence.lib.service.arms import choosing_configurations, parse_nume
 from fusion_evidence.lib.service.vllm_evidence import Evidence
 from fusion_evidence.lib.service.vllm_hook import KEY, PINNED
 from fusion_evidence.lib.service.vllm_recorder import Recorder
+from fusion_evidence.lib.service.vllm_strides import true_inputs
 
 Mode = Literal[
     "off",
@@ -72,6 +73,7 @@ OTHER = "*"
 _layers: dict[str, _Attached] = {}
 _recorders: list[Recorder] = []
 _evidence: list[Evidence] = []
+_strides: set[bool] = set()
 _pins: list[AbstractContextManager[None]] = []
 
 
@@ -94,6 +96,8 @@ class Settings:
         it. Empty: nothing is kept.
     configurations: of generated kernels, ``timed`` or the ``first`` that is listed, which no timing moves;
         with the latter the process needs `vllm_hook.PINNED` in its environment.
+    true_strides: of the inputs of a graph for one size, see `vllm_strides`; False leaves vLLM's own, with
+        which such a graph reads wrong positions where no kernel replaces the code that reads them.
     """
 
     mode: Mode = "off"
@@ -104,6 +108,7 @@ class Settings:
     records: int = 0
     graphs: str = ""
     configurations: Literal["timed", "first"] = "timed"
+    true_strides: bool = True
 
     @classmethod
     def read(cls, additional_config: Any) -> Settings:
@@ -191,6 +196,13 @@ def compiled(
     if not _evidence:
         return compile(chosen)
     return _evidence[0].watch(chosen, piece, first, last, lambda: compile(chosen))
+
+
+def inputs_of(
+    original: Callable[..., list[Any]], graph: torch.fx.GraphModule, size: int
+) -> list[Any]:
+    """For which vLLM compiles the graph of one size."""
+    return true_inputs(original, graph, size) if _strides else original(graph, size)
 
 
 def decided(graph: torch.fx.GraphModule, first: int, last: int) -> torch.fx.GraphModule:
@@ -281,6 +293,8 @@ def _watch(settings: Settings, config: Any) -> None:
         if not _pins:
             _pins.append(choosing_configurations("first"))
             _pins[0].__enter__()
+    if settings.true_strides:
+        _strides.add(True)
     if settings.graphs and not _evidence:
         _evidence.append(Evidence(Path(settings.graphs) / str(config.parallel_config.rank)))
 
@@ -390,9 +404,14 @@ def vllm_prologue(qkv: Tensor, positions: Tensor, layer: str) -> Outputs:
     for recorder in _recorders:
         recorder.stage(qkv)
     results = one.run(qkv, positions, one.settings.takes_kernel(qkv.shape[0]))
-    q, k, v, gate = (r.reshape(qkv.shape[0], -1) for r in results)
-    # None may be a view of the input, as vLLM's V is.
-    return q.contiguous(), k.contiguous(), v.clone(), gate.contiguous()
+    q, k, v, gate = (_owned(r.reshape(qkv.shape[0], -1), qkv) for r in results)
+    return q, k, v, gate
+
+
+def _owned(result: Tensor, qkv: Tensor) -> Tensor:
+    """With memory of its own, as an operator's result has to be; vLLM's V is a view of the input."""
+    shared = result.untyped_storage().data_ptr() == qkv.untyped_storage().data_ptr()
+    return result.clone(memory_format=torch.contiguous_format) if shared else result.contiguous()
 
 
 @vllm_prologue.register_fake

@@ -101,8 +101,8 @@ class Recorder:
         real = torch.zeros(tokens, dtype=torch.bool, device=self.device)
         slots = metadata.slot_mapping[:tokens]
         real[: slots.shape[0]] = slots >= 0
-        places = self._count + real.cumsum(0) - 1
-        places = torch.where(real, places, self.rows).clamp(max=self.rows)
+        places = (self._count + real.cumsum(0) - 1).masked_fill(~real, self.rows)
+        places = places.clamp(max=self.rows)
         self._places[:tokens].copy_(places)
         self._count.add_(real.sum())
         # A row's place in its request: as many before the end of it as rows of the request follow.

@@ -108,11 +108,8 @@ def compare(a: Path, b: Path) -> pd.DataFrame:
     found = []
     for layer in one.layers:
         for tensor in TENSORS:
-            left, right = one.get(f"{layer}.{tensor}"), other.get(f"{layer}.{tensor}")
-            differs = (
-                left[rows.one.to_numpy()].view(torch.int16)
-                != right[rows.other.to_numpy()].view(torch.int16)
-            ).sum(-1)
+            left = _bits(one, layer, tensor, rows.one)
+            differs = (left != _bits(other, layer, tensor, rows.other)).sum(-1)
             counted = rows.assign(mismatches=differs.numpy(), width=left.shape[1])
             for tokens, part in counted.groupby("tokens"):
                 wrong = part[part.mismatches > 0]
@@ -131,6 +128,11 @@ def compare(a: Path, b: Path) -> pd.DataFrame:
     frame = pd.DataFrame(found).astype({"first_position": "Int64"})
     frame.attrs["only"] = len(one.index) - len(rows), len(other.index) - len(rows)
     return frame
+
+
+def _bits(file: VllmRecords, layer: str, tensor: str, rows: pd.Series[int]) -> Tensor:
+    """Chosen rows of one tensor, as integers, which compare as bits do."""
+    return file.get(f"{layer}.{tensor}")[torch.tensor(rows.tolist())].view(torch.int16)
 
 
 @dataclass(frozen=True)
@@ -196,10 +198,8 @@ def _rows(
     given: VllmRecords, seen: VllmRecords, layer: str, rows: pd.DataFrame, device: str
 ) -> Rows:
     shape = given.shape
-    left, right = (torch.from_numpy(rows[side].to_numpy()) for side in ("one", "other"))
-    values = [file.get(f"{layer}.v").view(torch.int16) for file in (given, seen)]
-    same = (values[0][left] == values[1][right]).all(-1)
-    left, right = left[same], right[same]
+    same = _bits(given, layer, "v", rows.one) == _bits(seen, layer, "v", rows.other)
+    left, right = (torch.tensor(rows[side].tolist())[same.all(-1)] for side in ("one", "other"))
     if not len(left):
         raise ValueError(f"{layer}: no row of {given.path} and {seen.path} has the same V")
 
