@@ -78,7 +78,11 @@ SMALL: dict[str, dict[str, Any]] = {
         parallel=2,
         backend="eager",
     ),
+    "07_vllm_service": dict(requests=["r01"], new_tokens=2, arms=["native", "integrated"]),
 }
+
+#: Without a vLLM, which the tests' environment has not, nothing of it runs.
+NOTHING_RUNS = {"07_vllm_service"}
 
 #: Claims that are there to fail, or may on some hardware; no other may.
 MAY_FAIL = {
@@ -105,6 +109,7 @@ MAY_FAIL = {
         "coin_tosses",
     },
     "06_bit_exact_integration": set(),
+    "07_vllm_service": set(),
 }
 
 NOTEBOOKS = sorted(paths.NOTEBOOKS.glob("*.ipynb"))
@@ -183,7 +188,10 @@ def test_from_top_to_bottom(notebook, way, tmp_path):
     assert evidence.run == "complete"
     assert evidence.parameters.items() >= SMALL[notebook.stem].items()
     assert failed(evidence) <= MAY_FAIL[notebook.stem]
-    assert any(claim.verdict.passed for claim in evidence.claims)
+    if notebook.stem in NOTHING_RUNS:
+        assert {claim.verdict for claim in evidence.claims} == {Verdict.NOT_RUN}
+    else:
+        assert any(claim.verdict.passed for claim in evidence.claims)
 
 
 # --- a reader's own kernel in the first notebook

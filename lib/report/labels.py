@@ -177,6 +177,37 @@ CLAIMS: dict[str, tuple[str, str]] = {
         "a net saving against the unpinned baseline",
         "相对未固定配置的基线仍有净节省",
     ),
+    # 07
+    "servers_ready": ("every server of the service started", "所有服务进程均成功启动"),
+    "client_complete": ("every request came back whole", "所有请求均完整返回"),
+    "busy_service": (
+        "in a busy service a kernel for one token hardly runs",
+        "繁忙的服务中，只针对单 token 的 kernel 几乎不会执行",
+    ),
+    "upstream_identified": (
+        "declared numerics reproduce upstream's own fused kernel",
+        "所声明的数值方式可复现上游自带的融合 kernel",
+    ),
+    "upstream_differs": (
+        "upstream's own fused kernel changes bits too",
+        "上游自带的融合 kernel 同样会改变比特",
+    ),
+    "range_exact": (
+        "the kernel is exact at every size of the decode range",
+        "decode 范围内的每个大小都逐比特一致",
+    ),
+    "same_model": (
+        "vLLM serves the model that this project's engine serves",
+        "vLLM 与自带引擎服务的是同一个模型",
+    ),
+    "own_positions": (
+        "requests with position rows of their own",
+        "使用各自位置行的请求",
+    ),
+    "off_costs_nothing": (
+        "the plugin, switched off, costs nothing",
+        "插件关闭时没有可测的开销",
+    ),
 }
 
 FIGURES: dict[str, tuple[str, str]] = {

@@ -86,7 +86,9 @@ def stack(folder: Path, shape: AttentionShape, layers: int, intermediate: int) -
         "rope_parameters": rope,
     }
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(configuration(text, shape.name), indent=2) + "\n")
+    (folder / "config.json").write_text(
+        json.dumps(configuration(text, shape.name), indent=2) + "\n"
+    )
     for name in _BESIDE:
         if (COMPACT / name).is_file():
             shutil.copyfile(COMPACT / name, folder / name)

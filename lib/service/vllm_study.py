@@ -7,6 +7,7 @@ does not start says so, and the others go on. Nothing here imports vLLM.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import random
@@ -75,9 +76,9 @@ class Arm:
     timed: bool = False
 
     @property
-    def calibrated(self) -> bool:
-        """It cannot start before there is a calibration."""
-        return self.kernel in ("calibrated", "per_op")
+    def later(self) -> bool:
+        """It starts when there is a calibration, or stands beside one that does."""
+        return self.timed or self.kernel in ("calibrated", "per_op")
 
 
 def _compact(name: str, mode: str, what: str, **more: Any) -> Arm:
@@ -142,6 +143,26 @@ NEEDS_RANGES = (
 )
 
 
+def left_out(arms: Iterable[str], profile: str) -> dict[str, str]:
+    """Of these arms, the ones that this kind of machine cannot run, each with the reason."""
+    if profile == "dcu":
+        why = "VLLM_PLUGINS would take the vendor's platform away too"
+        return {name: why for name in arms if not ARMS[name].mode}
+    reasons = {
+        "off": "upstream's fused kernel runs on GPUs alone: on a CPU, off is native",
+        "per_op": "nothing is generated there: native itself is rounded per operation",
+    }
+    found = {}
+    for name in arms if profile == "cpu" else ():
+        if ARMS[name].model == "article":
+            found[name] = "not on a CPU: 16 layers of hidden 5120"
+        elif ARMS[name].mode == "integrated":
+            found[name] = NEEDS_RANGES
+        elif name in reasons:
+            found[name] = reasons[name]
+    return found
+
+
 def shape_of(model: Model) -> AttentionShape:
     return ARTICLE if model == "article" else preset("compact")
 
@@ -187,8 +208,13 @@ class Plan(BaseModel):
 
     def fixed(self) -> list[Request]:
         """The fixed requests, at text's positions."""
-        every = {one.id: one for one in load_requests()}
+        every = _every_request()
         return as_text([every[name] for name in self.requests], self.new_tokens)
+
+    def asked(self, concurrency: int) -> list[Request]:
+        """The fixed requests, again and again until all places are taken twice."""
+        requests = self.fixed()
+        return requests * max(1, -(-2 * concurrency // len(requests)))
 
     def drawn(self, count: int, prompt: int, tokens: int, name: str) -> list[Request]:
         """Requests of random tokens, always the same ones."""
@@ -228,6 +254,11 @@ VOCABULARY = 2048  # of the compact model, which the article's stack has too
 
 def _tokens(draw: random.Random, count: int) -> tuple[int, ...]:
     return tuple(draw.randrange(8, VOCABULARY) for _ in range(count))
+
+
+@functools.cache  # each look at them would tokenize them again
+def _every_request() -> dict[str, Request]:
+    return {one.id: one for one in load_requests()}
 
 
 def vllm_version(python: str) -> tuple[str, str]:
@@ -328,7 +359,8 @@ class Study:
 
         Arms that an earlier run finished are taken over; timed ones only all together.
         """
-        wanted = [ARMS[name] for name in ARMS if name in set(arms)]
+        chosen = set(arms)
+        wanted = [arm for name, arm in ARMS.items() if name in chosen]
         kept = {arm.name: self._kept(arm) for arm in wanted}
         alone = any(kept[arm.name] is None for arm in wanted if arm.timed)
         todo = []
@@ -518,7 +550,7 @@ class Study:
         one.result.first_s = first.ttft_s
         turns = {1: 2} if one.arm.name == "native" else {}
         for concurrency in self.plan.concurrency:
-            asked = _repeated(requests, 2 * concurrency)
+            asked = self.plan.asked(concurrency)
             for turn in range(turns.get(concurrency, 1)):
                 one.result.passes.append(one_pass(one.url, asked, concurrency, turn))
         self.say(f"{one.arm.name}: served")
@@ -528,14 +560,15 @@ class Study:
         if not live:
             return
         for one in live:
-            self._guarded(one, lambda it: self._warm(it))
+            self._guarded(one, self._warm)
         live = [one for one in live if not one.result.error]
         share = self.plan.turn_s / (1 + len(self.plan.concurrency))
         for concurrency in self.plan.concurrency:
             until = time.monotonic() + share * (2 if concurrency == 1 else 1)
-            asked = self.plan.drawn(concurrency, 64, self.plan.article_tokens, "turn")
             turn = 0
             while turn < self.plan.rounds and (turn < 3 or time.monotonic() < until):
+                name = f"round {turn}, "
+                asked = self.plan.drawn(concurrency, 64, self.plan.article_tokens, name)
                 for one in live[turn % len(live) :] + live[: turn % len(live)]:
                     made = one_pass(one.url, asked, concurrency, turn, bare=turn > 0)
                     one.result.passes.append(made)
@@ -671,12 +704,6 @@ def _settled(url: str, patience_s: float = 3.0) -> dict[str, float]:
             break
         last = now
     return last
-
-
-def _repeated(requests: Sequence[Request], least: int) -> list[Request]:
-    """All of them, again and again until there are ``least``."""
-    times = max(1, -(-least // len(requests)))
-    return [one for _ in range(times) for one in requests]
 
 
 def _first_line(text: str) -> str:

@@ -1,0 +1,502 @@
+"""What notebook 07's servers show: markers, texts, records, graphs and times, and the verdicts on them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from fusion_evidence.lib.attribution.integration import (
+    Effect,
+    Outcome,
+    as_predicted,
+    exact,
+    over,
+)
+from fusion_evidence.lib.report.evidence import Evidence, Scalar
+from fusion_evidence.lib.report.recorder import Recorder
+from fusion_evidence.lib.service import regression, vllm_evidence, vllm_records
+from fusion_evidence.lib.service.metrics import Reply, summarize
+from fusion_evidence.lib.service.vllm_records import Calibrated
+from fusion_evidence.lib.service.vllm_study import (
+    ARMS,
+    OPERATORS,
+    ArmResult,
+    Model,
+    Pass,
+    Study,
+)
+
+Said = tuple[str, str]
+"""A verdict and why."""
+
+NOTHING: Said = ("INCONCLUSIVE", "nothing was compared")
+
+
+def settled(word: Said | None, why: Said | None) -> Said:
+    """A verdict, or why there is none to give."""
+    decided = word is not None and word[0] != "INCONCLUSIVE"
+    return word if word is not None and decided else why or word or NOTHING
+
+
+def first_line(result: ArmResult) -> str:
+    """Of an arm's error; empty without one."""
+    return result.error.split("\n", 1)[0]
+
+
+# --- markers
+
+
+@dataclass(frozen=True)
+class Count:
+    """What one pass of an arm counted, over all layers, beside what it should have.
+
+    expected: of kernel and fallback, by the tokens of the replies with one request at a time, else by
+    vLLM's own statistics of its steps; None where there are none. steps: that the engine made, times
+    layers.
+    """
+
+    mode: str
+    model: Model
+    concurrency: int
+    kernel: int
+    fallback: int | None
+    expected: tuple[int, int | None] | None
+    steps: int | None
+    method: str
+
+    @property
+    def share(self) -> float | None:
+        """Of all steps, those that took the kernel."""
+        return self.kernel / self.steps if self.steps else None
+
+    @property
+    def exact(self) -> bool | None:
+        """Counted as expected; None where nothing is known."""
+        return None if self.expected is None else (self.kernel, self.fallback) == self.expected
+
+
+def counts(results: Mapping[str, ArmResult]) -> list[Count]:
+    """The first pass at each concurrency of every arm that counts."""
+    return [
+        _count(name, one)
+        for name, result in results.items()
+        for one in result.passes
+        if one.counted and one.turn == 0
+    ]
+
+
+def _count(name: str, one: Pass) -> Count:
+    arm, layers = ARMS[name], len(one.counted)
+    kernel, fallback = one.totals or (0, 0)
+    steps, method = _steps(one, arm.last)
+    expected = None
+    if steps is not None:
+        every, inside = steps
+        takes = {"opaque_fused": every, "fallback_only": 0}.get(arm.mode, inside)
+        # Where the graph decides, what is not the kernel's stays the model's own, and counts nothing.
+        other = every - takes if arm.mode.startswith(("opaque", "fallback")) else 0
+        expected = layers * takes, layers * other
+    every_step = None if steps is None else layers * steps[0]
+    mode = name.removeprefix("article_")
+    return Count(mode, arm.model, one.concurrency, kernel, fallback, expected, every_step, method)
+
+
+def _steps(one: Pass, last: int) -> tuple[tuple[int, int] | None, str]:
+    """(all steps, those of 1 to ``last`` tokens) and how they are known.
+
+    Prompts have more than 16 tokens, and each is one step when it comes alone.
+    """
+    if one.concurrency == 1 and all(reply.completed for reply in one.replies):
+        decode = sum(len(reply.tokens) - 1 for reply in one.replies)
+        return (decode + len(one.replies), decode), "the replies' tokens"
+    small = one.engine.get("steps of 1" if last == 1 else "steps to 16")
+    if small is None or "steps" not in one.engine:
+        return None, "vLLM gives no statistics"
+    return (int(one.engine["steps"]), int(small)), "vLLM's statistics of its steps"
+
+
+def marker_verdict(found: Sequence[Count]) -> Said:
+    """Whether every pass of one arm counted what it should."""
+    known = [one for one in found if one.exact is not None]
+    if not known:
+        return "INCONCLUSIVE", "no pass is known to have counted" if found else "it did not run"
+    said = "; ".join(
+        f"{one.concurrency} at a time: kernel {one.kernel:,}, fallback {one.fallback:,}, expected "
+        f"{one.expected[0]:,} and {one.expected[1]:,}"
+        for one in known
+        if one.expected
+    )
+    whole = any(one.expected[0] or one.expected[1] for one in known if one.expected)
+    right = all(one.exact for one in known)
+    return ("PASS" if right and whole else "FAIL"), said
+
+
+def folded_verdict(compiled: Sequence[Count], eager: Sequence[Count]) -> Said:
+    """Compiled, the branch is never taken; eager, by every step that it names."""
+    if not compiled or not eager:
+        return "INCONCLUSIVE", "one of the two servers did not run"
+    missed = [one.expected[0] for one in compiled if one.expected]
+    ran, (word, why) = sum(one.kernel for one in compiled), marker_verdict(eager)
+    said = f"compiled: {ran:,} of {sum(missed):,}; eager: {why}"
+    return ("PASS" if ran == 0 < sum(missed) and word == "PASS" else "FAIL"), said
+
+
+def busy_verdict(one: Sequence[Count], busiest: int) -> Said:
+    """With many requests at a time, a kernel for one token hardly runs: in under a tenth of all steps."""
+    shares = {count.concurrency: count.share for count in one if count.share is not None}
+    if 1 not in shares or busiest not in shares or busiest == 1:
+        return "INCONCLUSIVE", "it was not served both ways"
+    said = ", ".join(f"{share:.1%} of steps at {c} at a time" for c, share in shares.items())
+    return ("PASS" if shares[busiest] < 0.1 < shares[1] else "FAIL"), said
+
+
+# --- texts and records
+
+
+def outcome(study: Study, name: str, baseline: str = "native") -> Outcome:
+    """An arm held against the baseline: records of the attention under forced tokens, and free texts."""
+    results = study.results
+    for one in (baseline, name):
+        if one not in results or results[one].error or not results[one].replies():
+            why = results[one].error.split("\n")[0] if one in results else "did not run"
+            return Outcome(name, error=f"{one}: {why or 'it served nothing'}")
+    changes = regression.text_changes(results[baseline].replies(), results[name].replies())
+    texts = Outcome(
+        name,
+        texts=int(changes.changed.sum()),
+        texts_total=len(changes),
+        tokens_total=int(changes.tokens.sum()),
+    )
+    try:
+        frame = differences(study, name, baseline)
+    except (OSError, ValueError) as error:
+        return replace(texts, error=f"no records: {error}")
+    first = frame[frame.differing > 0].head(1)
+    where = [f"{r.layer}, {r.tensor}, T = {r.tokens}" for r in first.itertuples()]
+    return replace(
+        texts,
+        records=int(frame.differing.sum()),
+        records_total=int(frame.records.sum()),
+        first=", ".join(where),
+    )
+
+
+def differences(study: Study, name: str, baseline: str = "native") -> pd.DataFrame:
+    """`vllm_records.compare` of what both recorded of the fixed requests.
+
+    A row whose first V is another was computed otherwise before its first prologue: it counts as different
+    in all of its records, under the layer ``before the first prologue``.
+
+    OSError, ValueError: there is nothing to compare, or not the same rows.
+    """
+    files = [study.file(one, "served") for one in (baseline, name)]
+    for one in (baseline, name):
+        if lost := study.results[one].records.get("served", {}).get("lost", 0):
+            raise ValueError(f"{one}: {lost} rows did not fit")
+    a, b = (vllm_records.VllmRecords(file) for file in files)
+    rows = len(vllm_records.matched(a, b))
+    if len(a.index) != len(b.index):
+        raise ValueError(f"{len(a.index)} and {len(b.index)} rows")
+    frame = vllm_records.compare(*files) if rows else pd.DataFrame()
+    if other := len(a.index) - rows:
+        n = other * len(a.layers)
+        unmatched = pd.DataFrame(
+            {
+                "layer": "before the first prologue",
+                "tensor": ["q", "k", "v"],
+                "tokens": 0,
+                "records": n,
+                "differing": n,
+                "elements": 0,
+                "mismatches": 0,
+            }
+        )
+        frame = pd.concat([unmatched, frame], ignore_index=True)
+    return frame
+
+
+def exact_verdict(found: Outcome | None, floor: Outcome) -> Said:
+    """Nothing differs, and nothing of the baseline in a second server either."""
+    return exact(found, floor) if found is not None else NOTHING
+
+
+def fixed_verdict(first: Sequence[Reply], again: Sequence[Reply], floor: Outcome) -> Said:
+    """The same server says the same again, and a second one differs in nothing."""
+    changes = regression.text_changes(first, again)
+    changed = int(changes.changed.sum())
+    said = f"same server again: {changed} of {len(changes)} texts changed; second server: {floor}"
+    if floor.error or not len(changes):
+        return "INCONCLUSIVE", said
+    return ("PASS" if floor.same and not changed else "FAIL"), said
+
+
+def differs_verdict(found: Outcome | None, floor: Outcome) -> Said:
+    """More differs than between two servers of the baseline."""
+    if found is None or found.error:
+        return "INCONCLUSIVE", str(found or "it did not run")
+    more = found.records > floor.records or found.texts > floor.texts
+    return ("PASS" if more else "FAIL"), f"{found}; native_again: {floor}"
+
+
+def boundary_verdict(study: Study, name: str) -> Said:
+    """The compiled fallback behind the operator gives prefill the baseline's bits: its records of more
+    tokens than any graph of its own has, which no decode step comes before."""
+    try:
+        frame = differences(study, name)
+    except (OSError, ValueError) as error:
+        return "INCONCLUSIVE", str(error)
+    most = max(study.plan.sizes)
+    part = frame[(frame.tokens > most) | (frame.tokens == 0)]
+    differing, of = int(part.differing.sum()), int(part.records.sum())
+    return ("FAIL" if differing else "PASS"), f"{differing:,} of {of:,} prefill records differ"
+
+
+def changed_choices(results: Mapping[str, ArmResult], name: str) -> tuple[int, int]:
+    """(tokens that an arm would choose otherwise than the baseline after the same tokens, of how many)."""
+    one, other = results["native"].choices, results[name].choices
+    pairs = [pair for id in one if id in other for pair in zip(one[id], other[id], strict=False)]
+    return sum(a != b for a, b in pairs), len(pairs)
+
+
+def by_size(study: Study, name: str, baseline: str = "native") -> pd.DataFrame:
+    """By T, what an arm's first layer gives the attention beside the baseline's, for the same projection.
+
+    Returns columns ``tokens``, ``records``, ``differing``, ``elements``, ``mismatches``; of q and k, which
+    are computed. OSError, ValueError: there are no records of it.
+    """
+    frame = vllm_records.compare(
+        study.file(baseline, "calibration"), study.file(name, "calibration")
+    )
+    sizes = study.plan.sizes_of(ARMS[name].model)
+    own = (frame.layer == frame.layer.iloc[0]) & frame.tensor.isin(["q", "k"])
+    kept = frame[own & frame.tokens.isin(sizes)]
+    columns = ["records", "differing", "elements", "mismatches"]
+    return kept.groupby("tokens", as_index=False)[columns].sum()
+
+
+def by_layer(frame: pd.DataFrame) -> pd.DataFrame:
+    """Of `differences`: ``layer`` (its number), ``tensor``, ``value`` (elements that differ) and ``n``."""
+    layers = list(dict.fromkeys(frame.layer))
+    part = frame.groupby(["layer", "tensor"], sort=False)[["mismatches", "elements"]].sum()
+    part = part.reset_index().rename(columns={"mismatches": "value", "elements": "n"})
+    return part.assign(layer=[layers.index(layer) for layer in part.layer])
+
+
+# --- calibration
+
+
+def calibrate(study: Study, model: Model, observed: str | None = None) -> dict[int, Calibrated]:
+    """What the baseline's graphs compute, by T, for every size that is compiled and one that is not.
+
+    observed: another server's in its place. Empty where a server is missing.
+    """
+    baseline, operator = OPERATORS[model]
+    seen = observed or baseline
+    native, given = (study.file(name, "calibration") for name in (seen, operator))
+    if not (native.is_file() and given.is_file()):
+        return {}
+    sizes = [*study.plan.sizes_of(model), study.plan.calibration_prompt]
+    return vllm_records.calibrate(native, given, tokens=sizes)
+
+
+def take(study: Study, model: Model, found: Mapping[int, Calibrated]) -> None:
+    """Let the arms that start from now on have these numerics."""
+    sizes, prompt = study.plan.sizes_of(model), study.plan.calibration_prompt
+    names = {size: str(size) for size in sizes} | {prompt: "*"}
+    study.numerics[model] = {
+        names[size]: str(one.numerics)
+        for size, one in found.items()
+        if size in names and one.numerics is not None
+    }
+
+
+def calibration_verdict(found: Calibrated | None, least: int) -> Said:
+    """One candidate reproduces every element, of ``least`` or more, and no other does."""
+    if found is None:
+        return "INCONCLUSIVE", "there are no records of it"
+    said = str(found.fingerprint).replace("decode computes", f"T = {found.tokens} computes")
+    said = said.replace("prefill computes", f"T = {found.tokens} computes")
+    if found.numerics is None:
+        return "FAIL", said
+    few = found.fingerprint.elements < least or bool(found.fingerprint.alike)
+    return ("PASS_WITH_LIMITATIONS" if few else "PASS"), said
+
+
+# --- graphs
+
+
+def untouched(study: Study, name: str, baseline: str = "native") -> pd.DataFrame:
+    """`vllm_evidence.prefill_identical`, without the ranges that are to be the kernel's.
+
+    OSError, ValueError: one of the servers wrote nothing down, or other ranges.
+    """
+    frame = vllm_evidence.prefill_identical(study.graphs(baseline), study.graphs(name))
+    inside = (frame["first"] == frame["last"]) & (frame["last"] <= ARMS[name].last)
+    taken = inside if ARMS[name].mode == "integrated" else inside & False
+    return frame[~taken]
+
+
+def untouched_verdict(frame: pd.DataFrame) -> Said:
+    """All that could be compared is the same."""
+    if frame.empty or frame.identical.isna().all():
+        return NOTHING
+    other = frame[frame.identical.eq(False).fillna(False).astype(bool)]
+    ranges = len(frame[["first", "last"]].drop_duplicates())
+    if len(other):
+        names = [f"{r.what} of {r.first} to {r.last}" for r in other.itertuples()]
+        return "FAIL", f"not the same: {', '.join(names)}"
+    unknown = frame[frame.identical.isna()].what.unique().tolist()
+    said = f"{', '.join(frame.what.unique())} of {ranges} ranges"
+    if unknown:
+        return "PASS_WITH_LIMITATIONS", f"{said}; nothing to compare of {', '.join(unknown)}"
+    return "PASS", said
+
+
+# --- times
+
+
+def in_turn(results: Mapping[str, ArmResult], concurrency: int) -> dict[str, np.ndarray]:
+    """Timed arm -> TPOT in microseconds, one value a round: the mean of the requests of that turn.
+
+    Only rounds that all of them completed.
+    """
+    by_arm: dict[str, dict[int, float]] = {}
+    for name, result in results.items():
+        if ARMS[name].timed and not result.error:
+            by_arm[name] = {
+                one.turn: float(np.mean([reply.tpot_s for reply in one.replies])) * 1e6
+                for one in result.passes
+                if one.concurrency == concurrency and all(map(_timed, one.replies))
+            }
+    common = sorted(set.intersection(*map(set, by_arm.values()))) if by_arm else []
+    return {name: np.array([turns[turn] for turn in common]) for name, turns in by_arm.items()}
+
+
+def _timed(reply: Reply) -> bool:
+    return reply.completed and reply.tpot_s is not None
+
+
+def saved(slow: np.ndarray, fast: np.ndarray, resamples: int = 4000, seed: int = 0) -> Effect:
+    """Median over rounds of what ``fast`` took less, microseconds a token; interval: bootstrap by round.
+
+    ValueError: fewer than three rounds.
+    """
+    difference = slow - fast
+    if len(difference) < 3:
+        raise ValueError(f"expected three rounds or more, got {len(difference)}")
+    rounds = np.random.default_rng(seed).integers(
+        len(difference), size=(resamples, len(difference))
+    )
+    low, high = np.quantile(np.median(difference[rounds], axis=1), (0.025, 0.975))
+    return Effect(float(np.median(difference)), float(low), float(high), len(difference))
+
+
+def predicted(
+    primitive: Evidence, shape: str, layers: int, tokens: int
+) -> tuple[Effect | None, str]:
+    """Notebook 01's compiled region less its kernel, hot, times ``layers``; and where that is from.
+
+    Hot, since a layer's projection has just been written when its prologue reads it.
+    """
+    if primitive.run == "not_run":
+        return None, f"notebook 01: {primitive.reason}"
+    exact = primitive.claim("bits_compiled")
+    if not exact.verdict.passed:
+        return None, f"notebook 01: bits_compiled is {exact.verdict.value}: {exact.why}"
+    labels: dict[str, Scalar] = dict(T=tokens, cache="hot", positions="3d", shape=shape)
+    found = [primitive.select("time", impl=impl, **labels) for impl in ("compiled", "fused")]
+    if not all(found):
+        return None, f"notebook 01 has no hot times of {shape} at T = {tokens}"
+    (base, *_), (fused, *_) = found
+    value, low, high = (
+        layers * (float(a) - float(b))  # type: ignore[arg-type]
+        for a, b in (
+            (base.value, fused.value),
+            (base.low, fused.high),
+            (base.high, fused.low),
+        )
+    )
+    return Effect(value, low, high, base.n or 0), f"notebook 01, {shape}, {layers} layers, hot"
+
+
+def saving_verdict(realised: Effect, expected: Effect | None, why: str, noise: float) -> Said:
+    """Between 0.9 and 1.15 of what was predicted, where that can be told from nothing."""
+    if expected is None:
+        return "NOT_RUN", why
+    ratio = over(realised, expected)
+    said = (
+        f"{realised} of {expected}: {ratio.value:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]; A/A "
+        f"within {noise:.1f} us; {why}"
+    )
+    if noise >= abs(realised.value):
+        return "INCONCLUSIVE", said
+    return as_predicted(ratio), said
+
+
+def nothing_verdict(effect: Effect, noise: Effect) -> Said:
+    """An arm costs nothing: its difference is no larger than that of two equal servers, or its interval
+    holds zero."""
+    within = max(abs(noise.low), abs(noise.high))
+    said = f"{effect} a token; two equal servers: {noise}"
+    if effect.low <= 0 <= effect.high or abs(effect.value) <= within:
+        return "PASS", said
+    return "FAIL", said
+
+
+def noise_of(effects: Iterable[Effect]) -> float:
+    """The farthest that an interval of equal servers reaches from zero."""
+    return max((max(abs(one.low), abs(one.high)) for one in effects), default=0.0)
+
+
+def turn_texts(results: Mapping[str, ArmResult]) -> dict[str, tuple[int, int]]:
+    """Timed arm -> (texts that are not ``article_native``'s, of how many), one request at a time."""
+    base = results.get("article_native")
+    found = {}
+    for name, result in results.items():
+        if base is not None and ARMS[name].timed and result is not base:
+            changes = regression.text_changes(base.replies(1, None), result.replies(1, None))
+            found[name.removeprefix("article_")] = int(changes.changed.sum()), len(changes)
+    return found
+
+
+def record_times(
+    book: Recorder,
+    mode: str,
+    model: str,
+    result: ArmResult,
+    not_comparable: str | None = None,
+) -> None:
+    """Record ``tpot`` and ``ttft`` of the first pass at each concurrency, in milliseconds, and TTFT's
+    parts: ``queue`` and ``prefill`` by vLLM's own statistics, ``first_call`` as the very first request's
+    excess over the same one later."""
+    for one in result.passes:
+        common: dict[str, Any] = dict(mode=mode, model=model, concurrency=one.concurrency)
+        if one.turn or not any(reply.completed for reply in one.replies):
+            continue
+        for row in summarize(one.replies).itertuples():
+            if row.metric in ("tpot", "ttft"):
+                book.measure(
+                    str(row.metric),
+                    row.value,
+                    unit="ms",
+                    low=row.low,  # type: ignore[arg-type]
+                    high=row.high,  # type: ignore[arg-type]
+                    n=row.n,  # type: ignore[arg-type]
+                    not_comparable=not_comparable,
+                    stat=row.stat,
+                    **(common | ({"part": "all"} if row.metric == "ttft" else {})),
+                )
+        parts = {name: one.engine.get(name) for name in ("queue", "prefill")}
+        asked = one.engine.get("requests")
+        for part, seconds in parts.items():
+            if seconds is not None and asked:
+                ms = 1e3 * seconds / asked
+                book.measure("ttft", ms, unit="ms", n=int(asked), part=part, stat="mean", **common)
+        again = one.replies[0].ttft_s
+        if one.concurrency == 1 and result.first_s and again:
+            ms = 1e3 * (result.first_s - again)
+            book.measure("ttft", ms, unit="ms", n=1, part="first_call", stat="mean", **common)

@@ -1,0 +1,306 @@
+"""Notebook 07's servers and what follows from them, at servers that only behave like vLLM's."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from dataclasses import asdict, replace
+
+import fake_vllm
+import numpy as np
+import pandas as pd
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from fusion_evidence.lib.attribution.integration import Effect, Outcome
+from fusion_evidence.lib.report.evidence import Evidence
+from fusion_evidence.lib.service import vllm_findings as findings
+from fusion_evidence.lib.service import vllm_study as study_module
+from fusion_evidence.lib.service.metrics import Reply
+from fusion_evidence.lib.service.vllm_records import VllmRecords
+from fusion_evidence.lib.service.vllm_study import ARMS, ArmResult, Pass, Plan, Study, left_out
+
+SMALL = dict(
+    python=sys.executable, version="0.25.1", on_device=False, requests=("r01", "r02"), new_tokens=5,
+    concurrency=(1, 2), sizes=(1,), calibration_requests=2, calibration_tokens=4, ready_s=30.0,
+)  # fmt: skip
+
+
+def plan(**more) -> Plan:
+    return Plan(**(SMALL | more))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fake(tmp_path_factory):
+    """Servers get a vLLM that only behaves like one; all code is hashed elsewhere, which takes seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = fake_vllm.install(tmp_path_factory.mktemp("fake"))
+        patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+        patch.setattr(study_module, "code_hash", lambda: "code")
+        yield
+
+
+@pytest.fixture(scope="module")
+def served(fake, tmp_path_factory):
+    lines: list[str] = []
+    study = Study(plan(), tmp_path_factory.mktemp("served"), lines.append)
+    study.checkpoints()
+    study.run(["native", "native_again", "opaque_eager", "python_branch", "fallback_only"])
+    return study, lines
+
+
+def copied(served, folder, lines=None) -> Study:
+    """A study with the same results, in a folder of its own."""
+    study, _ = served
+    shutil.copytree(study.folder, folder, dirs_exist_ok=True)
+    copy = Study(plan(), folder, (lines if lines is not None else []).append)
+    copy.results |= study.results
+    return copy
+
+
+# --- the servers
+
+
+def test_the_version_is_the_servers_own():
+    assert study_module.vllm_version(sys.executable) == ("0.25.1", "")
+    version, why = study_module.vllm_version("/nowhere/python")
+    assert (version, "cannot be started" in why) == ("", True)
+
+
+def test_all_are_asked_the_same_and_one_that_fails_stops_nobody(served):
+    study, lines = served
+    results = study.results
+    assert [name for name, one in results.items() if one.error] == ["python_branch"]
+    assert "it does not start" in results["python_branch"].error
+    native = results["native"]
+    assert native.line.endswith("Application startup complete.")
+    assert [(one.concurrency, one.turn) for one in native.passes] == [(1, 0), (1, 1), (2, 0)]
+    assert all(len(reply.tokens) == 5 for one in native.passes for reply in one.replies)
+    assert native.records == {
+        "served": {"rows": 10, "lost": 0},
+        "calibration": {"rows": 8, "lost": 0},
+    }
+    assert sum("ready (" in line for line in lines) == 4
+    for name in results:
+        assert (study.folder / name / "server.log").is_file()
+
+
+def test_the_layers_counted_what_the_replies_say(served):
+    study, _ = served
+    counts = {(c.mode, c.concurrency): c for c in findings.counts(study.results)}
+    alone = counts["opaque_eager", 1]
+    assert (alone.kernel, alone.fallback) == (2 * 8, 2 * 2) == alone.expected
+    assert (alone.exact, alone.share) == (True, 0.8)
+    assert counts["fallback_only", 1].expected == (0, 2 * 10)
+    assert counts["opaque_eager", 2].method == "vLLM's statistics of its steps"
+    assert findings.marker_verdict([alone])[0] == "PASS"
+
+
+def test_records_and_texts_beside_the_baselines(served):
+    study, _ = served
+    same = findings.outcome(study, "native_again")
+    assert (same.records, same.records_total, same.texts, same.texts_total) == (0, 60, 0, 2)
+    other = findings.outcome(study, "fallback_only")
+    assert (other.records, other.first) == (20, "layers.0, q, T = 1")
+    assert findings.changed_choices(study.results, "fallback_only") == (0, 10)
+    assert findings.differs_verdict(other, same)[0] == "PASS"
+    assert findings.differs_verdict(same, same)[0] == "FAIL"
+    assert findings.exact_verdict(same, same)[0] == "PASS"
+    assert findings.exact_verdict(other, same)[0] == "FAIL"
+    assert findings.outcome(study, "python_branch").error.startswith("python_branch: ")
+    layers = findings.by_layer(findings.differences(study, "fallback_only"))
+    assert layers[layers.value > 0].tensor.unique().tolist() == ["q"]
+
+
+def test_rows_computed_otherwise_before_the_first_prologue_all_differ(served, tmp_path):
+    study = copied(served, tmp_path)
+    theirs = study.file("fallback_only", "served")
+    tensors = load_file(theirs)
+    tensors["layers.0.v"][:3] += 4096
+    records = VllmRecords(theirs)
+    metadata = {"device": records.device, "layers": '["layers.0", "layers.1"]'}
+    save_file(tensors, theirs, metadata | {"shape": json.dumps(asdict(records.shape))})
+    found = findings.outcome(study, "fallback_only")
+    assert found.records_total == 60
+    assert found.records == 3 * 2 * 3 + 7 * 2
+    assert found.first.startswith("before the first prologue")
+
+
+def test_a_finished_arm_is_taken_over_and_another_plan_starts_it_again(served, tmp_path):
+    lines: list[str] = []
+    study, again = served[0], copied(served, tmp_path, lines)
+    found = again.run(["native", "opaque_eager"])
+    assert found["native"] == study.results["native"]
+    assert [line.split()[2:6] for line in lines] == [
+        ["native:", "taken", "over,", "of"],
+        ["opaque_eager:", "taken", "over,", "of"],
+    ]
+    again.file("native", "served").unlink()
+    assert again._kept(ARMS["native"]) is None
+    assert Study(plan(new_tokens=6), tmp_path)._kept(ARMS["opaque_eager"]) is None
+    again.drop_records()
+    assert not list(tmp_path.glob("*/*.safetensors"))
+
+
+# --- what they are started with
+
+
+def test_an_arm_without_its_calibration_does_not_start(tmp_path):
+    study = Study(plan(sizes=(1, 4)), tmp_path, lambda line: None)
+    found = study.run(["opaque_fused"])["opaque_fused"]
+    assert found.error == "not started: no calibration for T = 1, 4, *"
+    study.numerics["compact"] = {
+        "1": "fp32_through, 1x16x4 sequential, contraction none",
+        "4": "storage, 1x16x4 sequential, contraction none",
+        "*": "fp32_through, 1x8x8 sequential, contraction none",
+    }
+    assert set(study.numerics_of(ARMS["opaque_fused"])) == {"1", "4", "*"}
+    assert set(study.numerics_of(ARMS["integrated"])) == {"1"}
+    assert set(study.numerics_of(ARMS["integrated_range"])) == {"1", "4"}
+    assert study.numerics_of(ARMS["per_op"]) == {"*": "per_op, 1x16x4 sequential, contraction none"}
+
+
+def test_compared_servers_have_the_same_sizes_and_timed_ones_record_nothing(tmp_path):
+    study = Study(plan(on_device=True, sizes=(1, 2), attention="X", devices=(0, 1)), tmp_path)
+    words = {name: study._words(arm) for name, arm in ARMS.items()}
+    compiled = {name: w[w.index("--compilation-config") + 1] for name, w in words.items() if
+                "--compilation-config" in w}  # fmt: skip
+    assert "python_branch_eager" not in compiled
+    assert {compiled[name] for name in compiled if ARMS[name].model == "compact"} == {
+        '{"compile_sizes": [1, 2], "cudagraph_capture_sizes": [1, 2, 4, 8, 16]}'
+    }
+    for name, arm in ARMS.items():
+        assert ("--logits-processors" in words[name]) == arm.recorded
+        assert words[name].count("X") == 1
+        around = study._environment(arm, tmp_path)
+        assert around["CUDA_VISIBLE_DEVICES"] == ("0" if arm.model == "compact" else "1")
+    assert study._environment(ARMS["article_absent"], tmp_path)["VLLM_PLUGINS"] == "none"
+    assert "records" not in study._settings(ARMS["article_native"], tmp_path)
+    assert study._settings(ARMS["native"], tmp_path)["records"] >= study.plan.rows("compact")
+
+
+def test_the_same_plan_asks_the_same(tmp_path):
+    one, other = plan(), plan()
+    ids = [[r.ids for r in each.drawn(2, 3, 4, "x")] for each in (one, other)]
+    assert ids[0] == ids[1] != [r.ids for r in one.drawn(2, 3, 4, "y")]
+    requests = one.fixed()
+    assert one.forced(requests) == other.forced(requests)
+    assert plan(seed=1).forced(requests) != one.forced(requests)
+    assert all(len(r.ids) not in one.sizes for r in one.calibration("compact"))
+    assert len(one.asked(16)) == 32
+
+
+def test_what_a_machine_cannot_run_is_named():
+    assert left_out(ARMS, "cuda") == {}
+    assert set(left_out(ARMS, "dcu")) == {"article_absent"}
+    on_cpu = left_out(ARMS, "cpu")
+    assert "DYNAMO_TRACE_ONCE" in on_cpu["integrated"]
+    assert {name for name in ARMS if ARMS[name].model == "article"} < set(on_cpu)
+    assert not {"native", "python_branch", "opaque_eager", "opaque_fused"} & set(on_cpu)
+
+
+# --- verdicts
+
+
+def passed(mode, kernel, fallback, *, concurrency=1, tokens=(5, 5), engine=None):
+    replies = [
+        Reply(id=f"r{i}", prompt_tokens=65, tokens=[1] * n, token_times_s=[0.1 * k for k in range(n)])
+        for i, n in enumerate(tokens)
+    ]  # fmt: skip
+    one = Pass(
+        concurrency=concurrency,
+        replies=replies,
+        counted={"a": (kernel, fallback), "b": (kernel, fallback)},
+        engine=engine or {},
+    )
+    return findings.counts({mode: ArmResult(name=mode, passes=[one])})
+
+
+def test_a_folded_branch_and_an_inexact_marker():
+    eager = passed("python_branch_eager", 8, 0)
+    assert findings.folded_verdict(passed("python_branch", 0, 0), eager)[0] == "PASS"
+    assert findings.folded_verdict(passed("python_branch", 1, 0), eager)[0] == "FAIL"
+    assert findings.folded_verdict([], eager)[0] == "INCONCLUSIVE"
+    assert findings.marker_verdict(passed("integrated", 8, 0))[0] == "PASS"
+    assert findings.marker_verdict(passed("integrated", 7, 0))[0] == "FAIL"
+    assert findings.marker_verdict([])[0] == "INCONCLUSIVE"
+
+
+def test_a_busy_service_by_the_engines_own_statistics():
+    busy = {"steps": 100.0, "steps of 1": 2.0, "steps to 16": 90.0}
+    alone = passed("opaque_eager", 8, 2)
+    crowd = passed("opaque_eager", 2, 98, concurrency=16, engine=busy)
+    assert crowd[0].exact
+    assert findings.busy_verdict(alone + crowd, 16)[0] == "PASS"
+    assert findings.busy_verdict(alone, 16)[0] == "INCONCLUSIVE"
+    (ranged,) = passed("integrated_range", 90, 0, concurrency=16, engine=busy)
+    assert (ranged.exact, ranged.share) == (True, 0.9)
+    (unknown,) = passed("opaque_eager", 2, 98, concurrency=16)
+    assert (unknown.exact, unknown.share) == (None, None)
+
+
+def test_the_floor_decides_what_a_zero_means():
+    zero = Outcome("x", records_total=10, texts_total=2)
+    broken = Outcome("native_again", error="it did not run")
+    first = [Reply("a", 3, [1, 2], token_times_s=[0.1, 0.2])]
+    other = [replace(first[0], tokens=[1, 3])]
+    assert findings.fixed_verdict(first, first, zero)[0] == "PASS"
+    assert findings.fixed_verdict(first, other, zero)[0] == "FAIL"
+    assert findings.fixed_verdict(first, first, broken)[0] == "INCONCLUSIVE"
+    assert findings.exact_verdict(zero, broken)[0] == "INCONCLUSIVE"
+    assert findings.settled(None, ("NOT_RUN", "why")) == ("NOT_RUN", "why")
+    assert findings.settled(("PASS", "x"), ("INCONCLUSIVE", "why")) == ("PASS", "x")
+
+
+def test_graphs_are_the_same_or_named(tmp_path):
+    rows = [(1, 1, "graph", 3, False), (17, 2048, "graph", 3, True), (17, 2048, "binary", 3, None)]
+    frame = pd.DataFrame(rows, columns=["first", "last", "what", "pieces", "identical"])
+    frame = frame.astype({"identical": "boolean"})
+    assert findings.untouched_verdict(frame[1:])[0] == "PASS_WITH_LIMITATIONS"
+    assert findings.untouched_verdict(frame[1:2])[0] == "PASS"
+    assert findings.untouched_verdict(frame) == ("FAIL", "not the same: graph of 1 to 1")
+    assert findings.untouched_verdict(frame[:0])[0] == "INCONCLUSIVE"
+
+
+def turn(arm, tpots_ms):
+    passes = [
+        Pass(
+            concurrency=1,
+            turn=i,
+            replies=[Reply(f"t{i}", 64, [1] * 3, token_times_s=[0.1, 0.1 + t / 1e3, 0.1 + 2 * t / 1e3])],
+        )
+        for i, t in enumerate(tpots_ms)
+    ]  # fmt: skip
+    return {arm: ArmResult(name=arm, passes=passes)}
+
+
+def test_a_saving_is_of_pairs_and_beside_its_prediction():
+    drift = np.linspace(0, 1, 12)  # of the machine, the same for all in a round
+    results = turn("article_native", 4 + drift) | turn("article_integrated", 3.8 + drift)
+    times = findings.in_turn(results, 1)
+    saved = findings.saved(times["article_native"], times["article_integrated"])
+    assert saved.value == pytest.approx(200, abs=1e-3)
+    assert saved.high - saved.low < 1e-3
+    assert findings.turn_texts(results) == {"integrated": (0, 12)}
+    near, far = Effect(190, 185, 195), Effect(100, 95, 105)
+    assert findings.saving_verdict(saved, near, "01", 5.0)[0] == "PASS"
+    assert findings.saving_verdict(saved, far, "01", 5.0)[0] == "FAIL"
+    assert findings.saving_verdict(saved, near, "01", 300.0)[0] == "INCONCLUSIVE"
+    assert findings.saving_verdict(saved, None, "no 01", 5.0) == ("NOT_RUN", "no 01")
+    with pytest.raises(ValueError, match="three rounds"):
+        findings.saved(times["article_native"][:2], times["article_integrated"][:2])
+    assert findings.nothing_verdict(Effect(1, -1, 3), Effect(0, -2, 2))[0] == "PASS"
+    assert findings.nothing_verdict(Effect(9, 8, 10), Effect(0, -2, 2))[0] == "FAIL"
+
+
+def test_a_round_that_one_server_did_not_finish_counts_for_none():
+    results = turn("article_native", [4, 4, 4, 4]) | turn("article_off", [3, 3, 3, 3])
+    results["article_off"].passes[1].replies[0] = Reply("t1", 64, [], finish_reason="error")
+    assert {len(times) for times in findings.in_turn(results, 1).values()} == {3}
+
+
+def test_no_prediction_without_the_first_notebook():
+    nothing = Evidence(notebook="01", run="not_run", reason="no result")
+    assert findings.predicted(nothing, "qwen3.5-27b", 16, 1) == (None, "notebook 01: no result")
