@@ -139,8 +139,30 @@ def _patch_inputs(module: ModuleType) -> None:
     module.create_concrete_args = create_concrete_args
 
 
+def _patch_cpu(module: ModuleType) -> None:
+    """Where the service asks, the CPU keeps vLLM's own compilation, which its platform takes away."""
+    original = module.CpuPlatform.check_and_update_config
+    if getattr(original, _PATCHED, False):
+        return
+
+    @functools.wraps(original)
+    def check_and_update_config(cls: Any, config: Any) -> None:
+        compilation, asked = config.compilation_config, config.additional_config
+        given = asked.get(KEY, {}) if isinstance(asked, dict) else {}
+        before = compilation.mode
+        original(config)
+        if isinstance(given, dict) and given.get("by_range") is True:
+            compilation.mode = before
+            compilation.backend = "inductor"
+            compilation.ir_enable_torch_wrap = True
+
+    setattr(check_and_update_config, _PATCHED, True)
+    module.CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
+
+
 _PATCHES: dict[str, Callable[[ModuleType], None]] = {
     "vllm.model_executor.models.qwen3_next": _patch_layer,
     "vllm.compilation.backends": _patch_compiler,
     "vllm.compilation.piecewise_backend": _patch_inputs,
+    "vllm.platforms.cpu": _patch_cpu,
 }

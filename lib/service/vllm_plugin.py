@@ -98,6 +98,8 @@ class Settings:
         with the latter the process needs `vllm_hook.PINNED` in its environment.
     true_strides: of the inputs of a graph for one size, see `vllm_strides`; False leaves vLLM's own, with
         which such a graph reads wrong positions where no kernel replaces the code that reads them.
+    by_range: on a CPU, keep the compilation by range, through Inductor, that vLLM's CPU platform takes
+        away: what an accelerator's server does, without its CUDA graphs.
     """
 
     mode: Mode = "off"
@@ -109,6 +111,7 @@ class Settings:
     graphs: str = ""
     configurations: Literal["timed", "first"] = "timed"
     true_strides: bool = True
+    by_range: bool = False
 
     @classmethod
     def read(cls, additional_config: Any) -> Settings:
@@ -377,6 +380,8 @@ def _check_ranges(settings: Settings, config: Any) -> None:
 
 
 def _compiled(own: Any) -> Any:
+    from vllm import ir
+
     compiled = torch.compile(own, fullgraph=True, dynamic=False)
 
     def call(layer: Any, qkv: Tensor, positions: Tensor) -> Any:
@@ -384,7 +389,9 @@ def _compiled(own: Any) -> Any:
             qkv, positions = qkv.detach(), positions.detach()
             torch._dynamo.mark_dynamic(qkv, 0)
             torch._dynamo.mark_dynamic(positions, positions.dim() - 1)
-        return compiled(layer, qkv, positions)
+        # vLLM's own operators, which its compiler would replace, are traced through instead.
+        with ir.enable_torch_wrap(False):
+            return compiled(layer, qkv, positions)
 
     return call
 
