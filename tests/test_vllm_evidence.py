@@ -1,0 +1,128 @@
+"""What was compiled for each range, written down and compared; without vLLM."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from fusion_evidence.lib.service.vllm_evidence import INDEX, Evidence, listing, prefill_identical
+
+
+def graph(forward, *arguments):
+    seen = []
+
+    def backend(module, inputs):
+        seen.append(module)
+        return module.forward
+
+    torch._dynamo.reset()
+    torch.compile(forward, backend=backend)(*arguments)
+    return seen[0]
+
+
+X = torch.ones(2, 3)
+
+
+def test_a_graph_is_told_from_another_but_not_by_its_names():
+    one = graph(lambda x: (x * 2 + 1).relu(), X)
+    same = graph(lambda y: (y * 2 + 1).relu(), X)
+    assert listing(one) == listing(same)
+    assert listing(one) != listing(graph(lambda x: (x * 3 + 1).relu(), X))
+    assert listing(one) != listing(graph(lambda x: (x * 2 + 1).relu(), torch.ones(2, 4)))
+    for node in list(one.graph.nodes):
+        node.name = f"other_{node.name}"
+    assert listing(one) == listing(same)
+
+
+def written(tmp_path, name, ranges):
+    """Evidence of pieces with a digest for each of graph, source and binary."""
+    folder = tmp_path / name
+    folder.mkdir()
+    entries = [
+        {
+            "piece": piece,
+            "first": first,
+            "last": last,
+            "graph_sha256": graph,
+            "code": [
+                {"name": "n", "source_sha256": s, "configs": {"k": c}, "binaries": {"k": b}}
+                for s, c, b in code
+            ],
+        }
+        for (piece, first, last), (graph, code) in ranges.items()
+    ]
+    (folder / INDEX).write_text(json.dumps(entries))
+    return folder
+
+
+CODE = ("s", {"XBLOCK": 1}, "b")
+
+
+def answers(a, b):
+    frame = prefill_identical(a, b)
+    return {
+        (row.first, row.last, row.what): (None if row.identical is None else bool(row.identical))
+        for row in frame.astype({"identical": object}).where(frame.notna(), None).itertuples()
+    }
+
+
+def test_a_range_is_identical_when_all_its_pieces_are(tmp_path):
+    a = written(tmp_path, "a", {(0, 1, 1): ("g", [CODE]), (1, 1, 1): ("h", [CODE])})
+    b = written(
+        tmp_path,
+        "b",
+        {(0, 1, 1): ("g", [CODE]), (1, 1, 1): ("h", [("s", {"XBLOCK": 8}, "other")])},
+    )
+    assert set(answers(a, a).values()) == {True}
+    found = answers(a, b)
+    assert found[1, 1, "graph"] is found[1, 1, "source"] is True
+    assert found[1, 1, "config"] is found[1, 1, "binary"] is False
+    assert prefill_identical(a, b).pieces.unique().tolist() == [2]
+
+
+def test_code_that_one_made_alone_is_other_code(tmp_path):
+    a = written(tmp_path, "a", {(0, 1, 9): ("g", [CODE])})
+    b = written(tmp_path, "b", {(0, 1, 9): ("g", [])})
+    assert answers(a, b)[1, 9, "graph"] is True
+    assert answers(a, b)[1, 9, "source"] is False
+
+
+def test_what_nobody_kept_is_no_answer(tmp_path):
+    unknown = ("s", {}, None)
+    a = written(tmp_path, "a", {(0, 1, 9): ("g", [unknown])})
+    found = answers(a, a)
+    assert found[1, 9, "source"] is True
+    assert found[1, 9, "binary"] is None
+
+
+def test_other_pieces_are_refused(tmp_path):
+    a = written(tmp_path, "a", {(0, 1, 1): ("g", [])})
+    b = written(tmp_path, "b", {(0, 1, 9): ("g", [])})
+    with pytest.raises(ValueError, match=r"other pieces or ranges: \[\(0, 1, 1\), \(0, 1, 9\)\]"):
+        prefill_identical(a, b)
+    with pytest.raises(ValueError, match="holds no evidence"):
+        prefill_identical(a, tmp_path)
+
+
+def test_a_compilation_is_watched_and_written(tmp_path):
+    """With the code that Inductor makes of it, here for two sizes of one graph."""
+    module = graph(lambda x: (x * 2 + 1).relu(), X)
+
+    def compile():
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda x: (x * 2 + 1).relu(), dynamic=False)
+        return compiled(X)
+
+    evidence = Evidence(tmp_path / "kept")
+    assert torch.equal(evidence.watch(module, 3, 1, 8, compile), torch.full((2, 3), 3.0))
+    evidence.watch(module, 3, 1, 1, lambda: None)  # found again among what was compiled
+    assert evidence.save() == 2
+    entries = json.loads((tmp_path / "kept" / INDEX).read_text())
+    assert [(one["piece"], one["first"], one["last"]) for one in entries] == [(3, 1, 8), (3, 1, 1)]
+    assert [len(one["code"]) for one in entries] == [1, 0]
+    assert entries[0]["graph_sha256"] == entries[1]["graph_sha256"]
+    assert (tmp_path / "kept" / "003_1-8.graph.txt").read_text() == listing(module)
+    assert "relu" in (tmp_path / "kept" / "003_1-8.0.py").read_text()
+    assert all(entries[0]["code"][0]["binaries"].values())
