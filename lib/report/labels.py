@@ -204,6 +204,10 @@ CLAIMS: dict[str, tuple[str, str]] = {
         "requests with position rows of their own",
         "使用各自位置行的请求",
     ),
+    "strides_assumed": (
+        "graphs that vLLM compiles for one size read other positions",
+        "vLLM 为单一大小编译的图会读错位置",
+    ),
     "off_costs_nothing": (
         "the plugin, switched off, costs nothing",
         "插件关闭时没有可测的开销",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import os
 import random
 import re
 import subprocess
@@ -35,7 +36,7 @@ from fusion_evidence.lib.service.arms import parse_numerics
 from fusion_evidence.lib.service.endpoint import Endpoint, EndpointError, serve
 from fusion_evidence.lib.service.metrics import Reply
 from fusion_evidence.lib.service.prompts import Request, load_requests
-from fusion_evidence.lib.service.vllm_hook import PINNED
+from fusion_evidence.lib.service.vllm_hook import PINNED, declare
 from fusion_evidence.lib.service.vllm_server import (
     as_text,
     ask_workers,
@@ -59,9 +60,10 @@ Say = Callable[[str], None]
 class Arm:
     """One server.
 
-    mode: of the plugin; empty: vLLM does not load it. kernel: where its numerics are from. last: the
-    largest T that takes the kernel. recorded: what enters the attention is kept, and requests can be
-    forced. calibrating: it is also given the requests to calibrate on. timed: in turn with others.
+    mode: of the plugin; empty: vLLM does not load it, which VLLM_PLUGINS keeps it from. kernel: where its
+    numerics are from. last: the largest T that takes the kernel. recorded: what enters the attention is
+    kept, and requests can be forced. calibrating: it is also given the requests to calibrate on. timed: in
+    turn with others.
     """
 
     name: str
@@ -74,6 +76,8 @@ class Arm:
     recorded: bool = True
     calibrating: bool = False
     timed: bool = False
+    bare: bool = False  # the plugin's mode is all that it is told
+    true_strides: bool = True  # see `vllm_strides`
 
     @property
     def later(self) -> bool:
@@ -96,6 +100,12 @@ ARMS = {
     for arm in (
         _compact("native", "native", "PyTorch code, for Inductor to fuse", calibrating=True),
         _compact("native_again", "native", "the same from nothing, in a server of its own"),
+        _compact(
+            "vllm_strides",
+            "native",
+            "sizes compiled as vLLM does: assumed strides",
+            true_strides=False,
+        ),
         _compact("off", "off", "as vLLM has it: upstream's fused kernel", calibrating=True),
         _compact("python_branch", "python_branch", "if T == 1 in traced code", kernel="declared"),
         _compact(
@@ -121,7 +131,8 @@ ARMS = {
         _timed("native", "native", "PyTorch code, for Inductor to fuse"),
         _timed("native_again", "native", "the same from nothing"),
         _timed("off", "off", "as vLLM has it: upstream's fused kernel"),
-        _timed("absent", "", "a vLLM that does not load the plugin"),
+        _timed("plain", "off", "the plugin loaded, switched off, and nothing else", bare=True),
+        _timed("absent", "", "a vLLM that does not load the plugin", bare=True),
         _timed(
             "integrated", "integrated", "calibrated, in the graph of one token", kernel="calibrated"
         ),
@@ -148,7 +159,9 @@ def left_out(arms: Iterable[str], profile: str) -> dict[str, str]:
     if profile == "dcu":
         why = "VLLM_PLUGINS would take the vendor's platform away too"
         return {name: why for name in arms if not ARMS[name].mode}
+    ranges = "on a CPU vLLM compiles for no size alone"
     reasons = {
+        "vllm_strides": ranges,
         "off": "upstream's fused kernel runs on GPUs alone: on a CPU, off is native",
         "per_op": "nothing is generated there: native itself is rounded per operation",
     }
@@ -464,7 +477,11 @@ class Study:
     def _settings(self, arm: Arm, folder: Path) -> dict[str, Any]:
         """The plugin's. ValueError: there is no calibration that this arm needs."""
         plan = self.plan
+        if arm.bare:
+            return {"mode": arm.mode}
         settings: dict[str, Any] = {"mode": arm.mode, "force": plan.force}
+        if not arm.true_strides:
+            settings["true_strides"] = False
         if plan.on_device:
             settings |= {"configurations": plan.configurations, "graphs": str(folder / "graphs")}
         if arm.recorded:
@@ -531,8 +548,10 @@ class Study:
             device = self.plan.devices[0 if arm.model == "compact" else -1]
             around["CUDA_VISIBLE_DEVICES"] = str(device)
         if not arm.mode:
-            around["VLLM_PLUGINS"] = "none"
-        return around
+            return around | {"VLLM_PLUGINS": "none"}
+        # For a Python that can import the project and has it not installed.
+        found = [str(declare(self.folder / "plugin").resolve()), os.environ.get("PYTHONPATH", "")]
+        return around | {"PYTHONPATH": os.pathsep.join(filter(None, found))}
 
     # -- what a server is asked
 
@@ -588,7 +607,7 @@ class Study:
         if one.arm.recorded and one.arm.calibrating:
             sizes = self.plan.sizes_of(one.arm.model)
             self._recording(one, "calibration", self.plan.calibration(one.arm.model), sizes)
-        if one.arm.mode and self.plan.on_device:
+        if self.plan.on_device and not one.arm.bare:
             one.result.graphs = ask_workers(one.url, "fusion_graphs")["graphs"]
 
     def _recording(
