@@ -163,7 +163,7 @@ def test_an_arm_without_its_calibration_does_not_start(tmp_path):
 
 
 def test_compared_servers_have_the_same_sizes_and_timed_ones_record_nothing(tmp_path):
-    study = Study(plan(on_device=True, sizes=(1, 2), attention="X", devices=(0, 1)), tmp_path)
+    study = Study(plan(on_device=True, sizes=(1, 2), attention="X", devices=("3", "5")), tmp_path)
     words = {name: study._words(arm) for name, arm in ARMS.items()}
     compiled = {name: w[w.index("--compilation-config") + 1] for name, w in words.items() if
                 "--compilation-config" in w}  # fmt: skip
@@ -175,10 +175,22 @@ def test_compared_servers_have_the_same_sizes_and_timed_ones_record_nothing(tmp_
         assert ("--logits-processors" in words[name]) == arm.recorded
         assert words[name].count("X") == 1
         around = study._environment(arm, tmp_path)
-        assert around["CUDA_VISIBLE_DEVICES"] == ("0" if arm.model == "compact" else "1")
+        assert around["CUDA_VISIBLE_DEVICES"] == ("3" if arm.model == "compact" else "5")
     assert study._environment(ARMS["article_absent"], tmp_path)["VLLM_PLUGINS"] == "none"
     assert "records" not in study._settings(ARMS["article_native"], tmp_path)
+    assert study._settings(ARMS["article_plain"], tmp_path) == {"mode": "off"}
+    assert study._settings(ARMS["vllm_strides"], tmp_path)["true_strides"] is False
+    every = Study(plan(on_device=True, sizes=(1, 16)), tmp_path)
+    assert '"cudagraph_capture_sizes": [1, 16]' in every._words(ARMS["native"])[-1]
     assert study._settings(ARMS["native"], tmp_path)["records"] >= study.plan.rows("compact")
+
+
+def test_two_devices_are_shared_out_and_one_is_left_alone(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert study_module.devices(0) == study_module.devices(1) == study_module.devices(8, 1) == ()
+    assert study_module.devices(8) == ("0", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    assert study_module.devices(2) == ("4", "6")
 
 
 def test_the_same_plan_asks_the_same(tmp_path):

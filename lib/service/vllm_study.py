@@ -186,8 +186,7 @@ def shape_of(model: Model) -> AttentionShape:
 class Plan(BaseModel):
     """What all arms have in common. With its code, all that the result of an arm depends on.
 
-    python: of the environment with vLLM. version: of that vLLM. devices: numbers of the GPUs to use, the
-    first for the compact model, the last for the article's shape; none: whichever there is.
+    python: of the environment with vLLM. version: of that vLLM. devices: see `devices`.
     requests: ids of the fixed ones. concurrency: requests at a time, one pass each.
     sizes: T that are compiled for alone, and captured. attention: vLLM's backend; empty: its choice.
     rounds, turn_s: of the timed arms, each once a round, until as many rounds or seconds have passed.
@@ -199,7 +198,7 @@ class Plan(BaseModel):
     python: str
     version: str
     on_device: bool
-    devices: tuple[int, ...] = ()
+    devices: tuple[str, ...] = ()
     requests: tuple[str, ...]
     new_tokens: int
     concurrency: tuple[int, ...] = (1, 4, 16)
@@ -272,6 +271,18 @@ def _tokens(draw: random.Random, count: int) -> tuple[int, ...]:
 @functools.cache  # each look at them would tokenize them again
 def _every_request() -> dict[str, Request]:
     return {one.id: one for one in load_requests()}
+
+
+def devices(visible: int, most: int = 0) -> tuple[str, ...]:
+    """GPUs by the names that CUDA_VISIBLE_DEVICES takes: the first for the compact model, another for the
+    article's shape; none where there is one, and all find it.
+
+    visible: how many this process sees. most: to use of them; 0: two.
+    """
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    named = [name.strip() for name in names if name.strip()] or list(map(str, range(visible)))
+    found = named[: min(visible, most or 2, 2)]
+    return tuple(found) if len(found) > 1 else ()
 
 
 def vllm_version(python: str) -> tuple[str, str]:
@@ -513,7 +524,7 @@ class Study:
 
     def _declared(self, model: Model) -> Numerics:
         """Of arms that are about markers, or wrong on purpose: nothing was calibrated for them."""
-        tree = Reduction.candidates(shape_of(model).head_dim)[0]
+        tree = Reduction(32, shape_of(model).head_dim // 32)
         return Numerics("fp32_through" if self.plan.on_device else "per_op", tree)
 
     def _words(self, arm: Arm) -> list[str]:
@@ -529,7 +540,8 @@ class Study:
             words += ["--attention-backend", plan.attention] if plan.attention else []
         if plan.on_device and not arm.eager:
             sizes = list(plan.sizes_of(arm.model))
-            captured = sorted({1, 2, 4, 8, 16, *sizes})
+            # Steps are padded to what is captured: with 16 there, each small step has one of the sizes.
+            captured = sizes if 16 in sizes else sorted({1, 2, 4, 8, 16, *sizes})
             compiled = {"compile_sizes": sizes, "cudagraph_capture_sizes": captured}
             words += ["--compilation-config", json.dumps(compiled)]
         return words
@@ -546,7 +558,7 @@ class Study:
             around |= PINNED if self.plan.configurations == "first" else {}
         if self.plan.devices:
             device = self.plan.devices[0 if arm.model == "compact" else -1]
-            around["CUDA_VISIBLE_DEVICES"] = str(device)
+            around["CUDA_VISIBLE_DEVICES"] = device
         if not arm.mode:
             return around | {"VLLM_PLUGINS": "none"}
         # For a Python that can import the project and has it not installed.
