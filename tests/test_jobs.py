@@ -67,8 +67,9 @@ def ran(tmp_path_factory) -> dict[str, JobResult]:
     kept = dict(record="tensors", logits=True)
     forced = dict(passes=["forced"], forced={"T9": [1, 2, 3], "T4": [4, 5, 6]})
     arm = "opaque_eager__opaque_eager"
+    timed = dict(pins=PINS.model_copy(update={"configurations": "first"}), decode_samples=3)
     all_of_them = [
-        job("baseline", passes=["free", "forced"], **kept),
+        job("baseline", passes=["free", "forced"], **timed, **kept),
         job("opaque", arm=arm, record_inputs=True, **forced, **kept),
         job("no_checkpoint", model=str(folder / "nothing"), layers=None, vocab=None),
         job("killed", **hanging(folder)),
@@ -111,6 +112,13 @@ def test_results_are_read_back_from_the_folder(ran):
     for name, result in ran.items():
         assert JobResult.load(result.folder) == result, name
         assert (result.folder / "log.txt").stat().st_size
+
+
+def test_times_are_taken_after_the_others_have_ended(ran):
+    baseline, *others = ran.values()
+    assert list(baseline.decode_times) == ["baseline"]
+    began = (baseline.folder / "go").stat().st_mtime_ns
+    assert all(began >= (one.folder / "result.json").stat().st_mtime_ns for one in others)
 
 
 def test_replies_and_markers(ran):
@@ -198,6 +206,7 @@ def test_forced_tokens_are_for_every_request(tmp_path):
         run_job(job("x", passes=["forced"], forced={"T9": [1]}), tmp_path)
 
 
+@pytest.mark.slow
 def test_times_are_taken_while_no_other_job_works(tmp_path):
     """Two that are timed beside one that is not, and one that waits for a slot."""
     pins = PINS.model_copy(update={"configurations": "first"})  # else it waits before it compiles

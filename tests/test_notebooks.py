@@ -167,10 +167,14 @@ def run_all(notebook: Path, folder: Path) -> Evidence:
     return read_evidence(results / f"{notebook.stem}.json")
 
 
-QUICK = "02_trace_specialization"  # CI has the runner execute all of them after the tests
+# CI has the runner execute all of them after the tests.
+QUICK = ("02_trace_specialization", "run all")
 CASES = [
     pytest.param(
-        path, way, id=f"{path.stem}, {way}", marks=[] if path.stem == QUICK else [pytest.mark.slow]
+        path,
+        way,
+        id=f"{path.stem}, {way}",
+        marks=[] if (path.stem, way) == QUICK else [pytest.mark.slow],
     )
     for path in NOTEBOOKS
     for way in ("runner", "run all")
