@@ -95,7 +95,8 @@ class Settings:
     graphs: folder for what is compiled for each range of sizes; one for each rank, by its number, beneath
         it. Empty: nothing is kept.
     configurations: of generated kernels, ``timed`` or the ``first`` that is listed, which no timing moves;
-        with the latter the process needs `vllm_hook.PINNED` in its environment.
+        with the latter the process needs `vllm_hook.PINNED` in its environment, and kernels that Inductor
+        may make one of (``combo_kernels``) are made one without asking whether that is faster.
     true_strides: of the inputs of a graph for one size, see `vllm_strides`; False leaves vLLM's own, with
         which such a graph reads wrong positions where no kernel replaces the code that reads them.
     by_range: on a CPU, keep the compilation by range, through Inductor, that vLLM's CPU platform takes
@@ -143,16 +144,25 @@ class Settings:
             raise PluginError(
                 f"{KEY}.configurations: expected timed | first, got {self.configurations!r}"
             )
+        for name in ("true_strides", "by_range", "force"):
+            if type(value := getattr(self, name)) is not bool:
+                raise PluginError(f"{KEY}.{name}: expected true or false, got {value!r}")
+        given = self.numerics.values() if isinstance(self.numerics, Mapping) else [self.numerics]
+        if not all(isinstance(text, str) for text in given):
+            raise PluginError(
+                f"{KEY}.numerics: expected text or an object of texts, got {self.numerics!r}"
+            )
         if self.runs_kernel and not self.numerics:
             raise PluginError(f"{KEY}.numerics: mode {self.mode} runs the kernel, and needs them")
         try:
-            self._check_sizes(list(self.numerics_by_size))
+            self._check_sizes()
             load_kernel(self.candidate)
         except ValueError as error:
             raise PluginError(f"{KEY}: {error}") from error
 
-    def _check_sizes(self, sizes: list[str]) -> None:
+    def _check_sizes(self) -> None:
         """ValueError: numerics of what is no T, or none of a T that may take the kernel."""
+        sizes = list(self.numerics_by_size)
         wrong = [size for size in sizes if size != OTHER and not (size.isdecimal() and int(size))]
         if wrong:
             raise ValueError(f"numerics: expected 1, 2, ... or {OTHER}, got {', '.join(wrong)}")
@@ -293,6 +303,8 @@ def _watch(settings: Settings, config: Any) -> None:
         if lacking:
             needed = " ".join(f"{name}={value}" for name, value in lacking.items())
             raise PluginError(f"{KEY}.configurations: first needs {needed} in the environment")
+        # vLLM's default is to time whether kernels are faster as one; without timing they always are one.
+        config.compilation_config.inductor_compile_config["benchmark_combo_kernel"] = False
         if not _pins:
             _pins.append(choosing_configurations("first"))
             _pins[0].__enter__()
