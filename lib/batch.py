@@ -24,12 +24,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import nbformat
 import yaml
 
 from fusion_evidence.lib import paths
 from fusion_evidence.lib.executor import STOP, kernel_spec
 from fusion_evidence.lib.measure.machine import Machine
+from fusion_evidence.lib.nbformat_quickly import nbformat
 from fusion_evidence.lib.notebook import read_cells
 from fusion_evidence.lib.parameters import (
     Parameter,

@@ -24,6 +24,8 @@ from typing import Any
 
 import psutil
 
+from fusion_evidence.lib import nbformat_quickly  # noqa: F401  # before papermill imports it
+
 #: Asks an executor to kill its kernel and end. Papermill and Jupyter leave this signal alone.
 STOP = signal.SIGUSR1
 

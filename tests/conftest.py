@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import nbformat
 import pytest
+
+from fusion_evidence.lib.nbformat_quickly import nbformat
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser

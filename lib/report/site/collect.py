@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import nbformat
-
 from fusion_evidence.lib.batch import ARCHIVE_RECORD, BatchError, verify
+from fusion_evidence.lib.nbformat_quickly import nbformat
 from fusion_evidence.lib.report import summary
 from fusion_evidence.lib.report.archive import ArchiveError
 from fusion_evidence.lib.report.evidence import Evidence, evidence_path, read_evidence

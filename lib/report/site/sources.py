@@ -15,9 +15,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-import nbformat
-
 from fusion_evidence.lib.batch import ARCHIVE_RECORD, BatchError
+from fusion_evidence.lib.nbformat_quickly import nbformat
 from fusion_evidence.lib.report import labels
 from fusion_evidence.lib.report.evidence import evidence_path
 from fusion_evidence.lib.report.handed_in import HandedIn
