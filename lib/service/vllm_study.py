@@ -21,6 +21,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -189,7 +190,8 @@ class Plan(BaseModel):
     python: of the environment with vLLM. version: of that vLLM. devices: see `devices`.
     requests: ids of the fixed ones. concurrency: requests at a time, one pass each.
     sizes: T that are compiled for alone, and captured. attention: vLLM's backend; empty: its choice.
-    rounds, turn_s: of the timed arms, each once a round, until as many rounds or seconds have passed.
+    rounds, turn_s: of the timed arms, each once a round, until as many rounds have passed (a third of them
+    with several requests at a time), or their share of the seconds.
     parallel: servers at a time. ready_s: for a server to answer in.
     """
 
@@ -592,19 +594,24 @@ class Study:
             return
         for one in live:
             self._guarded(one, self._warm)
-        live = [one for one in live if not one.result.error]
         share = self.plan.turn_s / (1 + len(self.plan.concurrency))
         for concurrency in self.plan.concurrency:
             until = time.monotonic() + share * (2 if concurrency == 1 else 1)
+            rounds = self.plan.rounds if concurrency == 1 else max(3, self.plan.rounds // 3)
             turn = 0
-            while turn < self.plan.rounds and (turn < 3 or time.monotonic() < until):
-                name = f"round {turn}, "
-                asked = self.plan.drawn(concurrency, 64, self.plan.article_tokens, name)
-                for one in live[turn % len(live) :] + live[: turn % len(live)]:
-                    made = one_pass(one.url, asked, concurrency, turn, bare=turn > 0)
-                    one.result.passes.append(made)
+            while turn < rounds and (turn < 3 or time.monotonic() < until):
+                first = turn % len(live)
+                for one in [*live[first:], *live[:first]]:
+                    if not one.result.error:
+                        self._guarded(one, partial(self._turn, concurrency=concurrency, turn=turn))
                 turn += 1
             self.say(f"{len(live)} servers in turn, {concurrency} at a time: {turn} rounds")
+
+    def _turn(self, one: _Live, concurrency: int, turn: int) -> None:
+        """The same requests for all in one round, and others in the next."""
+        tokens = self.plan.article_tokens
+        asked = self.plan.drawn(concurrency, 64, tokens, f"round {turn}, ")
+        one.result.passes.append(one_pass(one.url, asked, concurrency, turn, bare=turn > 0))
 
     def _warm(self, one: _Live) -> None:
         for concurrency in self.plan.concurrency:
