@@ -112,8 +112,8 @@ def prefill_identical(a: Path, b: Path) -> pd.DataFrame:
         for mine, theirs in zip_longest(*made):
             for what, same in _same(mine, theirs).items():
                 found.setdefault(what, []).append(same)
-        for what, same in found.items():
-            answers.setdefault((first, last, what), []).extend(same)
+        for what, of_pieces in found.items():
+            answers.setdefault((first, last, what), []).extend(of_pieces)
     rows = [
         {"first": first, "last": last, "what": what, "pieces": len(same), "identical": _all(same)}
         for (first, last, what), same in answers.items()

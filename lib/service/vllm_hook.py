@@ -123,7 +123,7 @@ def _patch_compiler(module: ModuleType) -> None:
     module.CompilerManager.compile = compile
 
 
-def _patch_inputs(module: ModuleType) -> None:
+def _patch_inputs(module: Any) -> None:
     """A graph for one size is compiled for inputs with the strides that they have, see `vllm_strides`."""
     original = module.create_concrete_args
     if getattr(original, _PATCHED, False):

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fusion_evidence.kernels.numerics import Numerics
 from fusion_evidence.kernels.shapes import AttentionShape
-from fusion_evidence.lib.attribution.fingerprint import Fingerprint, Rows, identify
+from fusion_evidence.lib.attribution.fingerprint import Fingerprint, Graph, Rows, identify
 from fusion_evidence.lib.measure.inputs import Inputs
 from fusion_evidence.lib.service.vllm_recorder import TENSORS
 
@@ -188,7 +188,7 @@ def calibrate(
             index: _rows(given, seen, layer, part, device or given.device)
             for index, layer in enumerate(chosen)
         }
-        graph = "decode" if size == 1 else "prefill"
+        graph: Graph = "decode" if size == 1 else "prefill"
         fingerprint = identify(captured, graph, shape or given.shape)
         found[size] = Calibrated(size, len(part), fingerprint)
     return found
