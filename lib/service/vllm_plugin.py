@@ -394,6 +394,8 @@ def _check_ranges(settings: Settings, config: Any) -> None:
 def _compiled(own: Any) -> Any:
     from vllm import ir
 
+    # Every layer, and one token apart from more, may be a compilation of its own.
+    torch._dynamo.config.cache_size_limit = max(256, torch._dynamo.config.cache_size_limit)
     compiled = torch.compile(own, fullgraph=True, dynamic=False)
 
     def call(layer: Any, qkv: Tensor, positions: Tensor) -> Any:
