@@ -19,6 +19,8 @@ from fusion_evidence.lib.report.evidence import Evidence
 from fusion_evidence.lib.service import vllm_findings as findings
 from fusion_evidence.lib.service import vllm_study as study_module
 from fusion_evidence.lib.service.metrics import Reply
+from fusion_evidence.lib.service.vllm_hook import KEY
+from fusion_evidence.lib.service.vllm_plugin import Settings as PluginSettings
 from fusion_evidence.lib.service.vllm_records import VllmRecords
 from fusion_evidence.lib.service.vllm_study import ARMS, ArmResult, Pass, Plan, Study, left_out
 
@@ -73,7 +75,7 @@ def test_all_are_asked_the_same_and_one_that_fails_stops_nobody(served):
     study, lines = served
     results = study.results
     assert [name for name, one in results.items() if one.error] == ["python_branch"]
-    assert "it does not start" in results["python_branch"].error
+    assert results["python_branch"].error.startswith("PluginError: it does not start\n")
     native = results["native"]
     assert native.line.endswith("Application startup complete.")
     assert [(one.concurrency, one.turn) for one in native.passes] == [(1, 0), (1, 1), (2, 0)]
@@ -183,6 +185,19 @@ def test_compared_servers_have_the_same_sizes_and_timed_ones_record_nothing(tmp_
     every = Study(plan(on_device=True, sizes=(1, 16)), tmp_path)
     assert '"cudagraph_capture_sizes": [1, 16]' in every._words(ARMS["native"])[-1]
     assert study._settings(ARMS["native"], tmp_path)["records"] >= study.plan.rows("compact")
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+def test_the_plugin_takes_what_every_arm_is_told(tmp_path, on_device):
+    study = Study(plan(on_device=on_device, sizes=(1, 16)), tmp_path)
+    one = "fp32_through, 1x32x2 sequential, contraction none"
+    study.numerics = {model: {"1": one, "16": one, "*": one} for model in ("compact", "article")}
+    for arm in ARMS.values():
+        if arm.mode:
+            told = json.loads(json.dumps(study._settings(arm, tmp_path)))
+            settings = PluginSettings.read({KEY: told})
+            assert settings.mode == arm.mode
+            assert settings.runs_kernel == (arm.kernel != "none")
 
 
 def test_two_devices_are_shared_out_and_one_is_left_alone(monkeypatch):

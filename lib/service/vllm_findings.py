@@ -292,7 +292,8 @@ def by_layer(frame: pd.DataFrame) -> pd.DataFrame:
 def calibrate(study: Study, model: Model, observed: str | None = None) -> dict[int, Calibrated]:
     """What the baseline's graphs compute, by T, for every size that is compiled and one that is not.
 
-    observed: another server's in its place. Empty where a server is missing.
+    observed: another server's in its place. Empty where a server is missing, or its records are of no use,
+    which `Study.say` is told.
     """
     baseline, operator = OPERATORS[model]
     seen = observed or baseline
@@ -300,7 +301,11 @@ def calibrate(study: Study, model: Model, observed: str | None = None) -> dict[i
     if not (native.is_file() and given.is_file()):
         return {}
     sizes = [*study.plan.sizes_of(model), study.plan.calibration_prompt]
-    return vllm_records.calibrate(native, given, tokens=sizes)
+    try:
+        return vllm_records.calibrate(native, given, tokens=sizes)
+    except ValueError as error:
+        study.say(f"{seen} is not calibrated: {error}")
+        return {}
 
 
 def take(study: Study, model: Model, found: Mapping[int, Calibrated]) -> None:

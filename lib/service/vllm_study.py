@@ -443,8 +443,10 @@ class Study:
                         live.append(future.result())
                         self.say(f"{name}: ready {of}")
                     except (EndpointError, ValueError, OSError) as error:
-                        self.results[name] = ArmResult(name=name, error=str(error))
-                        self.say(f"{name}: {_first_line(str(error))} {of}")
+                        cause = _cause(self.folder / name / "server.log")
+                        said = "\n".join(filter(None, [cause, str(error)]))
+                        self.results[name] = ArmResult(name=name, error=said)
+                        self.say(f"{name}: {_first_line(said)} {of}")
                 yield sorted(live, key=lambda one: list(ARMS).index(one.arm.name))
             finally:
                 for future in as_completed(starting):
@@ -454,6 +456,7 @@ class Study:
     def _start(self, arm: Arm) -> _Live:
         folder = self.folder / arm.name
         folder.mkdir(parents=True, exist_ok=True)
+        (folder / "server.log").unlink(missing_ok=True)
         with ExitStack() as stack:
             cache = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="vllm-arm-")))
             options: dict[str, Any] = dict(
@@ -742,6 +745,16 @@ def _settled(url: str, patience_s: float = 3.0) -> dict[str, float]:
             break
         last = now
     return last
+
+
+_ERROR = re.compile(r"\b\w*(?:Error|Exception): .+")
+
+
+def _cause(log: Path) -> str:
+    """The first error that a server's log names, in which later ones only say that it ended."""
+    text = log.read_text(errors="replace") if log.is_file() else ""
+    found = _ERROR.search(text)
+    return found[0][:300] if found else ""
 
 
 def _first_line(text: str) -> str:
