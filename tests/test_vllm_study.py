@@ -226,6 +226,19 @@ def test_what_a_machine_cannot_run_is_named():
     assert "DYNAMO_TRACE_ONCE" in on_cpu["integrated"]
     assert {name for name in ARMS if ARMS[name].model == "article"} < set(on_cpu)
     assert not {"native", "python_branch", "opaque_eager", "opaque_fused"} & set(on_cpu)
+    by_range = left_out(ARMS, "cpu", by_range=True)
+    assert {name for name in by_range if ARMS[name].model == "compact"} == {"off"}
+
+
+def test_on_a_cpu_the_compilation_by_range_is_asked_for(tmp_path):
+    study = Study(plan(by_range=True, sizes=(1, 4)), tmp_path)
+    native, absent = ARMS["native"], ARMS["article_absent"]
+    assert study._words(native)[-1] == '{"compile_sizes": [1, 4]}'
+    assert study._settings(native, tmp_path)["by_range"] is True
+    assert study._settings(native, tmp_path)["graphs"] == str(tmp_path / "graphs")
+    assert study._environment(native, tmp_path)["VLLM_CPU_CI_ENV"] == "0"
+    assert "PYTHONPATH" not in study._environment(absent, tmp_path)
+    assert "VLLM_CPU_CI_ENV" not in Study(plan(), tmp_path)._environment(native, tmp_path)
 
 
 # --- verdicts

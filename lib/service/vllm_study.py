@@ -155,23 +155,23 @@ NEEDS_RANGES = (
 )
 
 
-def left_out(arms: Iterable[str], profile: str) -> dict[str, str]:
-    """Of these arms, the ones that this kind of machine cannot run, each with the reason."""
+def left_out(arms: Iterable[str], profile: str, by_range: bool = False) -> dict[str, str]:
+    """Of these arms, the ones that this kind of machine cannot run, each with the reason.
+
+    by_range: as in `Plan`.
+    """
     if profile == "dcu":
         why = "VLLM_PLUGINS would take the vendor's platform away too"
         return {name: why for name in arms if not ARMS[name].mode}
-    ranges = "on a CPU vLLM compiles for no size alone"
-    reasons = {
-        "vllm_strides": ranges,
-        "off": "upstream's fused kernel runs on GPUs alone: on a CPU, off is native",
-        "per_op": "nothing is generated there: native itself is rounded per operation",
-    }
+    reasons = {"off": "upstream's fused kernel runs on GPUs alone: on a CPU, off is native"}
+    if not by_range:
+        names = [name for name, arm in ARMS.items() if arm.mode == "integrated"]
+        reasons |= dict.fromkeys([*names, "vllm_strides"], NEEDS_RANGES)
+        reasons["per_op"] = "nothing is generated there: native itself is rounded per operation"
     found = {}
     for name in arms if profile == "cpu" else ():
         if ARMS[name].model == "article":
             found[name] = "not on a CPU: 16 layers of hidden 5120"
-        elif ARMS[name].mode == "integrated":
-            found[name] = NEEDS_RANGES
         elif name in reasons:
             found[name] = reasons[name]
     return found
@@ -189,6 +189,7 @@ class Plan(BaseModel):
 
     python: of the environment with vLLM. version: of that vLLM. devices: see `devices`.
     requests: ids of the fixed ones. concurrency: requests at a time, one pass each.
+    by_range: without a device, keep vLLM's compilation by range, which its CPU platform takes away.
     sizes: T that are compiled for alone, and captured. attention: vLLM's backend; empty: its choice.
     rounds, turn_s: of the timed arms, each once a round, until as many rounds have passed (a third of them
     with several requests at a time), or their share of the seconds.
@@ -200,6 +201,7 @@ class Plan(BaseModel):
     python: str
     version: str
     on_device: bool
+    by_range: bool = False
     devices: tuple[str, ...] = ()
     requests: tuple[str, ...]
     new_tokens: int
@@ -219,6 +221,11 @@ class Plan(BaseModel):
     parallel: int = 16
     ready_s: float = 300.0
     seed: int = 0
+
+    @property
+    def ranged(self) -> bool:
+        """vLLM compiles by range of sizes."""
+        return self.on_device or self.by_range
 
     def fixed(self) -> list[Request]:
         """The fixed requests, at text's positions."""
@@ -499,7 +506,11 @@ class Study:
         if not arm.true_strides:
             settings["true_strides"] = False
         if plan.on_device:
-            settings |= {"configurations": plan.configurations, "graphs": str(folder / "graphs")}
+            settings["configurations"] = plan.configurations
+        elif plan.by_range:
+            settings["by_range"] = True
+        if plan.ranged:
+            settings["graphs"] = str((folder / "graphs").resolve())
         if arm.recorded:
             settings["records"] = plan.rows(arm.model)
         if arm.kernel != "none":
@@ -543,11 +554,12 @@ class Study:
             # A fixed cache: measuring what is free would measure the others, who start at the same time.
             words += ["--kv-cache-memory-bytes", str(2**30), "--gpu-memory-utilization", "0.05"]
             words += ["--attention-backend", plan.attention] if plan.attention else []
-        if plan.on_device and not arm.eager:
+        if plan.ranged and not arm.eager:
             sizes = list(plan.sizes_of(arm.model))
             # Steps are padded to what is captured: with 16 there, each small step has one of the sizes.
             captured = sizes if 16 in sizes else sorted({1, 2, 4, 8, 16, *sizes})
-            compiled = {"compile_sizes": sizes, "cudagraph_capture_sizes": captured}
+            compiled = {"compile_sizes": sizes}
+            compiled |= {"cudagraph_capture_sizes": captured} if plan.on_device else {}
             words += ["--compilation-config", json.dumps(compiled)]
         return words
 
@@ -561,6 +573,8 @@ class Study:
         if self.plan.on_device:
             around |= {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
             around |= PINNED if self.plan.configurations == "first" else {}
+        elif self.plan.by_range:
+            around["VLLM_CPU_CI_ENV"] = "0"  # which would have Dynamo's eager backend compile
         if self.plan.devices:
             device = self.plan.devices[0 if arm.model == "compact" else -1]
             around["CUDA_VISIBLE_DEVICES"] = device
@@ -629,7 +643,7 @@ class Study:
         if one.arm.recorded and one.arm.calibrating:
             sizes = self.plan.sizes_of(one.arm.model)
             self._recording(one, "calibration", self.plan.calibration(one.arm.model), sizes)
-        if self.plan.on_device and not one.arm.bare:
+        if self.plan.ranged and not one.arm.bare and not one.arm.eager:
             one.result.graphs = ask_workers(one.url, "fusion_graphs")["graphs"]
 
     def _recording(
