@@ -275,6 +275,8 @@ def test_a_busy_service_by_the_engines_own_statistics():
     assert crowd[0].exact
     assert findings.busy_verdict(alone + crowd, 16)[0] == "PASS"
     assert findings.busy_verdict(alone, 16)[0] == "INCONCLUSIVE"
+    some = passed("opaque_eager", 2, 98, concurrency=4, engine=busy)
+    assert findings.busy_verdict(alone + some, 4)[0] == "INCONCLUSIVE"
     (ranged,) = passed("integrated_range", 90, 0, concurrency=16, engine=busy)
     assert (ranged.exact, ranged.share) == (True, 0.9)
     (unknown,) = passed("opaque_eager", 2, 98, concurrency=16)
