@@ -151,7 +151,7 @@ OPERATORS: dict[Model, tuple[str, str]] = {
 DEFINITION = "fusion_evidence.kernels.reference:qkv_prologue"
 NEEDS_RANGES = (
     "vLLM compiles by range of sizes in its mode VLLM_COMPILE; on a CPU its platform sets "
-    "DYNAMO_TRACE_ONCE (vllm/platforms/cpu.py), one graph for all sizes"
+    "DYNAMO_TRACE_ONCE (vllm/platforms/cpu.py), one graph for all sizes; by_range=true leaves it on"
 )
 
 
