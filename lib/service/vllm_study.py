@@ -257,8 +257,10 @@ class Plan(BaseModel):
 
     def calibration(self, model: Model) -> list[Request]:
         """Of each number of requests at a time; their prompts are of no size that is compiled for."""
-        count = self.calibration_requests if model == "compact" else 16
-        return self.drawn(count, self.calibration_prompt, self.calibration_tokens, "calibration")
+        count, tokens = self.calibration_requests, self.calibration_tokens
+        if model == "article":  # whose rows have fourteen times the elements
+            count, tokens = 16, max(2, tokens // 2)
+        return self.drawn(count, self.calibration_prompt, tokens, "calibration")
 
     def rows(self, model: Model) -> int:
         """Tokens that the longest recording has."""
