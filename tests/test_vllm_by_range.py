@@ -1,7 +1,7 @@
 """vLLM's own compilation by range, through Inductor, in a real server on the CPU: `make test-vllm`.
 
 What an accelerator's server does, without its CUDA graphs; the CPU's platform takes it away, and the plugin
-leaves it. The definition computes in the kernel's place. About ten minutes on two cores.
+leaves it. The definition computes in the kernel's place. About eight minutes on two cores.
 """
 
 from __future__ import annotations
