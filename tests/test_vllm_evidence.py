@@ -7,7 +7,14 @@ import json
 import pytest
 import torch
 
-from fusion_evidence.lib.service.vllm_evidence import INDEX, Evidence, listing, prefill_identical
+from fusion_evidence.lib.service.graphs import GraphReport
+from fusion_evidence.lib.service.vllm_evidence import (
+    INDEX,
+    Evidence,
+    _untuned,
+    listing,
+    prefill_identical,
+)
 
 
 def graph(forward, *arguments):
@@ -126,3 +133,23 @@ def test_a_compilation_is_watched_and_written(tmp_path):
     assert (tmp_path / "kept" / "003_1-8.graph.txt").read_text() == listing(module)
     assert "relu" in (tmp_path / "kept" / "003_1-8.0.py").read_text()
     assert all(entries[0]["code"][0]["binaries"].values())
+
+
+def test_the_copy_of_the_kernels_for_tuning_is_no_part_of_the_source():
+    def generated(cache, size):
+        tuning = f"""r\"\"\"
+Compile-time auto-tuning block:
+# kernel path: {cache}/k.py
+k = async_compile.triton('k', '''...''')
+\"\"\"
+"""
+        return tuning + f"XBLOCK = {size}\n"
+
+    def hashed(cache, size):
+        report = GraphReport("n", "of all", {}, {})
+        return _untuned(report, generated(cache, size))
+
+    one, source = hashed("/a", 4)
+    assert source == "XBLOCK = 4\n"
+    assert hashed("/b", 4)[0] == one
+    assert hashed("/a", 8)[0] != one

@@ -25,6 +25,7 @@ GROUP = "vllm.general_plugins"
 PINNED = {
     "VLLM_ENABLE_INDUCTOR_MAX_AUTOTUNE": "0",
     "VLLM_ENABLE_INDUCTOR_COORDINATE_DESCENT_TUNING": "0",
+    "TORCHINDUCTOR_SHAPE_PADDING": "0",  # it times every matrix product with and without
 }
 """Environment in which Inductor does not ask a clock which kernel to make of a graph for one size."""
 
