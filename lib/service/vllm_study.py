@@ -569,6 +569,8 @@ class Study:
         around = {
             "VLLM_CACHE_ROOT": str(cache / "vllm"),
             "VLLM_DISABLE_COMPILE_CACHE": "1",
+            # The one that knows logits processors; newer versions take another for models like these.
+            "VLLM_USE_V2_MODEL_RUNNER": "0",
             "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
             "TRITON_CACHE_DIR": str(cache / "triton"),
         }
