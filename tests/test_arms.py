@@ -18,6 +18,8 @@ from fusion_evidence.lib.service.arms import Arm, Built, Pins, build, parse_nume
 from fusion_evidence.lib.service.graphs import GraphReport, identical
 from fusion_evidence.lib.service.model import ModelConfig, greedy, random_model, step, with_prologue
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PROMPT = [5, 3, 8, 13, 2]
 LAYERS = 1

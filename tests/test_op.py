@@ -22,6 +22,8 @@ from fusion_evidence.lib.measure.compare import compare
 from fusion_evidence.lib.measure.markers import Markers
 from fusion_evidence.lib.service.model import ModelConfig, greedy, random_model
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SHAPE = preset("compact")
 NUMERICS = Numerics(reduction=Reduction(32, 2))
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -17,7 +17,7 @@ from fusion_evidence.lib.measure.independent import PAIR_ULP_BOUND
 from fusion_evidence.lib.measure.inputs import OUTPUTS, prologue_inputs, run
 from fusion_evidence.lib.measure.primitive import static_compiled
 
-pytestmark = pytest.mark.usefixtures("compile_cache")
+pytestmark = pytest.mark.usefixtures("one_thread", "compile_cache")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 COMPACT = preset("compact")

@@ -16,7 +16,7 @@ from fusion_evidence.lib.measure.compare import compare
 from fusion_evidence.lib.measure.inputs import OUTPUTS, POISON, prologue_inputs, run
 from fusion_evidence.lib.measure.machine import Machine
 
-pytestmark = pytest.mark.usefixtures("compile_cache")
+pytestmark = pytest.mark.usefixtures("one_thread", "compile_cache")
 
 COMPACT = preset("compact")
 NUMERICS = Numerics(reduction=Reduction(32, 2))
