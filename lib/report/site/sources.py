@@ -39,6 +39,7 @@ DOCUMENTS = {
     "Guides": (
         "kernels/NOTES.md",
         "lib/attribution/NOTES.md",
+        "lib/service/NOTES.md",
         "kernels/BRING_YOUR_OWN.md",
         "data/README.md",
     ),
