@@ -288,7 +288,9 @@ class TestNodes:
         assert done.returncode == 10 + allowed
 
 
-def test_consequences_follow_the_findings():
+def test_consequences_follow_the_findings(monkeypatch):
+    monkeypatch.setattr(subject, "_importable", lambda module: True)
+
     def said(**changes):
         found = subject.Findings(**changes)
         names = {need.check for need in subject.NEEDS} - {"accelerator", "vllm"}
@@ -311,6 +313,9 @@ def test_consequences_follow_the_findings():
     cpu = said(device="cpu")
     assert "captured and replayed" not in without(cpu, "graph capture", "needs a device")
     assert "No figure measured here says anything of gfx936." in subject.consequences(cpu)
+    monkeypatch.setattr(subject, "_importable", lambda module: module != "vllm")
+    lost = [line for line in subject.consequences(dcu) if "NOT_RUN" in line]
+    assert lost == ["    NOT_RUN: the real service (vLLM is not installed)"]
 
 
 def test_what_was_left_out_is_not_said_to_be_missing():
