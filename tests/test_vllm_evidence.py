@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from traced_graph import traced
 
 from fusion_evidence.lib.service.graphs import GraphReport
 from fusion_evidence.lib.service.vllm_evidence import (
@@ -16,28 +17,15 @@ from fusion_evidence.lib.service.vllm_evidence import (
     prefill_identical,
 )
 
-
-def graph(forward, *arguments):
-    seen = []
-
-    def backend(module, inputs):
-        seen.append(module)
-        return module.forward
-
-    torch._dynamo.reset()
-    torch.compile(forward, backend=backend)(*arguments)
-    return seen[0]
-
-
 X = torch.ones(2, 3)
 
 
 def test_a_graph_is_told_from_another_but_not_by_its_names():
-    one = graph(lambda x: (x * 2 + 1).relu(), X)
-    same = graph(lambda y: (y * 2 + 1).relu(), X)
+    one = traced(lambda x: (x * 2 + 1).relu(), X)
+    same = traced(lambda y: (y * 2 + 1).relu(), X)
     assert listing(one) == listing(same)
-    assert listing(one) != listing(graph(lambda x: (x * 3 + 1).relu(), X))
-    assert listing(one) != listing(graph(lambda x: (x * 2 + 1).relu(), torch.ones(2, 4)))
+    assert listing(one) != listing(traced(lambda x: (x * 3 + 1).relu(), X))
+    assert listing(one) != listing(traced(lambda x: (x * 2 + 1).relu(), torch.ones(2, 4)))
     for node in list(one.graph.nodes):
         node.name = f"other_{node.name}"
     assert listing(one) == listing(same)
@@ -115,7 +103,7 @@ def test_other_pieces_are_refused(tmp_path):
 
 def test_a_compilation_is_watched_and_written(tmp_path):
     """With the code that Inductor makes of it, here for two sizes of one graph."""
-    module = graph(lambda x: (x * 2 + 1).relu(), X)
+    module = traced(lambda x: (x * 2 + 1).relu(), X)
 
     def compile():
         torch._dynamo.reset()

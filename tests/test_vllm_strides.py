@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from traced_graph import traced
 
 from fusion_evidence.lib.service.vllm_strides import true_inputs
 
@@ -30,18 +31,6 @@ def as_vllm(graph, size):
             shape, strides = map(concrete, value.shape), map(concrete, value.stride())
             made.append(torch.empty_strided(list(shape), list(strides), dtype=value.dtype))
     return made
-
-
-def traced(forward, *arguments):
-    seen = []
-
-    def backend(module, inputs):
-        seen.append(module)
-        return module.forward
-
-    torch._dynamo.reset()
-    torch.compile(forward, backend=backend)(*arguments)
-    return seen[0]
 
 
 @pytest.fixture(scope="module")
