@@ -50,6 +50,26 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int) -> Tensor:
     return torch.cat((rotated, x[..., rotary_dim:]), dim=-1)
 
 
+def outputs(
+    qkv: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor,
+    shape: AttentionShape,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q ``[T, Hq, D]``, k, v ``[T, Hk, D]`` and gate ``[T, Hq, D]``, no cache written; v and gate are views
+    of ``qkv``."""
+    tokens, dim = qkv.shape[0], shape.head_dim
+    q_gate, k, v = qkv.split((2 * shape.q_size, shape.kv_size, shape.kv_size), dim=-1)
+    q, gate = q_gate.view(tokens, shape.q_heads, 2 * dim).chunk(2, dim=-1)
+    k, v = k.view(tokens, shape.kv_heads, dim), v.view(tokens, shape.kv_heads, dim)
+    cos, sin = mrope_cos_sin(cos_sin, positions, shape)
+    q = rotate(rms_norm(q, q_weight, shape.eps), cos, sin, shape.rotary_dim)
+    k = rotate(rms_norm(k, k_weight, shape.eps), cos, sin, shape.rotary_dim)
+    return q, k, v, gate
+
+
 def qkv_prologue(
     qkv: Tensor,
     q_weight: Tensor,
@@ -79,16 +99,10 @@ def qkv_prologue(
         shape,
         numerics,
     )
-    tokens, dim = qkv.shape[0], shape.head_dim
-    q_gate, k, v = qkv.split((2 * shape.q_size, shape.kv_size, shape.kv_size), dim=-1)
-    q, gate = q_gate.view(tokens, shape.q_heads, 2 * dim).chunk(2, dim=-1)
-    k, v = k.view(tokens, shape.kv_heads, dim), v.view(tokens, shape.kv_heads, dim)
-    cos, sin = mrope_cos_sin(cos_sin, positions, shape)
-    q = rotate(rms_norm(q, q_weight, shape.eps), cos, sin, shape.rotary_dim)
-    k = rotate(rms_norm(k, k_weight, shape.eps), cos, sin, shape.rotary_dim)
+    q, k, v, gate = outputs(qkv, q_weight, k_weight, cos_sin, positions, shape)
     block, offset = slot_mapping // key_cache.shape[1], slot_mapping % key_cache.shape[1]
     # Indexing the cache argument itself, never a view of it: Inductor writes this in place, and
     # copies the whole cache, there and back, for `cache.view(-1, H, D).index_copy_(...)`.
     key_cache[block, offset] = k
     value_cache[block, offset] = v
-    return q, k, v.contiguous(), gate.reshape(tokens, shape.q_size)
+    return q, k, v.contiguous(), gate.reshape(qkv.shape[0], shape.q_size)

@@ -363,7 +363,7 @@ def qkv_prologue(
             f"kv_heads={shape.kv_heads}"
         )
     if launch.overlap and not CAN_OVERLAP:
-        raise ValueError(f"launch.overlap: triton {triton.__version__} cannot; 3.4 or newer can")
+        raise ValueError(f"launch.overlap: triton {triton.__version__} cannot; 3.5 or newer can")
     _prologue[(tokens * (shape.q_heads + shape.kv_heads) // launch.heads,)](
         qkv, q_weight, k_weight, cos_sin, positions, slot_mapping, q, k, v, gate, key_cache, value_cache,
         qkv if marker is None else marker, qkv if errors is None else errors,

@@ -25,8 +25,9 @@ if INTERPRETED:
 if not hasattr(tl.constexpr, "__getitem__"):  # triton 3.3: a constant tuple without items
     tl.constexpr.__getitem__ = lambda self, at: tl.constexpr(self.value[getattr(at, "value", at)])
 
-# Triton looks up every name in a kernel, also in a branch that is not taken, and 3.3 lacks these two.
-CAN_OVERLAP = hasattr(tl.extra.cuda, "gdc_wait")
+# Triton looks up every name in a kernel, also in a branch that is not taken. 3.3 lacks these two, and
+# those of 3.4 do not compile.
+CAN_OVERLAP = VERSION >= (3, 5)
 if CAN_OVERLAP:
     launch_dependents, wait = tl.extra.cuda.gdc_launch_dependents, tl.extra.cuda.gdc_wait
 else:

@@ -11,6 +11,7 @@ import torch
 from fusion_evidence.lib.graph.generated_code import (
     capture,
     kernels_touching,
+    launches,
     normalized,
     unknown_sizes,
 )
@@ -435,3 +436,17 @@ def test_real_triton_in_place_write_passes(triton_codes, name):
     assert kernels_touching(code, CACHE) == [] == unknown_sizes(code, CACHE)
     (seen,) = kernels_touching(code, 1)
     assert "768 elements" in seen
+
+
+def test_the_copy_of_the_kernels_for_tuning_does_not_run(codes):
+    code = codes["write_in_place"]
+    tuning = """r\"\"\"
+Compile-time auto-tuning block:
+# kernel path: /somebody/s/cache/k.py
+k = async_compile.triton('k', '''...''')
+k.run(a)
+\"\"\"
+"""
+    assert normalized(tuning + code) == normalized(code)
+    assert launches(tuning + code) == launches(code) >= 1
+    assert launches(normalized(code)) == launches(code)

@@ -8,11 +8,10 @@ import pytest
 import torch
 from traced_graph import traced
 
-from fusion_evidence.lib.service.graphs import GraphReport
 from fusion_evidence.lib.service.vllm_evidence import (
     INDEX,
     Evidence,
-    _untuned,
+    launches,
     listing,
     prefill_identical,
 )
@@ -123,21 +122,16 @@ def test_a_compilation_is_watched_and_written(tmp_path):
     assert all(entries[0]["code"][0]["binaries"].values())
 
 
-def test_the_copy_of_the_kernels_for_tuning_is_no_part_of_the_source():
-    def generated(cache, size):
-        tuning = f"""r\"\"\"
-Compile-time auto-tuning block:
-# kernel path: {cache}/k.py
-k = async_compile.triton('k', '''...''')
-\"\"\"
-"""
-        return tuning + f"XBLOCK = {size}\n"
+def test_the_kernels_of_a_graph_for_one_size_are_counted(tmp_path):
+    evidence = Evidence(tmp_path)
 
-    def hashed(cache, size):
-        report = GraphReport("n", "of all", {}, {})
-        return _untuned(report, generated(cache, size))
+    def compile():
+        torch._dynamo.reset()
+        return torch.compile(lambda x: (x * 2 + 1).relu(), dynamic=False)(X)
 
-    one, source = hashed("/a", 4)
-    assert source == "XBLOCK = 4\n"
-    assert hashed("/b", 4)[0] == one
-    assert hashed("/a", 8)[0] != one
+    evidence.watch(traced(lambda x: (x * 2 + 1).relu(), X), 1, 2, 2, compile)
+    evidence.save()
+    assert launches(tmp_path, 1, 2) == 1
+    assert launches(tmp_path, 1, 4) is None
+    with pytest.raises(ValueError, match="holds no evidence"):
+        launches(tmp_path / "nowhere", 1, 2)

@@ -15,7 +15,6 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from fusion_evidence.lib.attribution.integration import Effect, Outcome
-from fusion_evidence.lib.report.evidence import Evidence
 from fusion_evidence.lib.service import vllm_findings as findings
 from fusion_evidence.lib.service import vllm_study as study_module
 from fusion_evidence.lib.service.metrics import Reply
@@ -112,8 +111,8 @@ def test_records_and_texts_beside_the_baselines(served):
     assert findings.exact_verdict(same, same)[0] == "PASS"
     assert findings.exact_verdict(other, same)[0] == "FAIL"
     assert findings.outcome(study, "python_branch").error.startswith("python_branch: ")
-    layers = findings.by_layer(findings.differences(study, "fallback_only"))
-    assert layers[layers.value > 0].tensor.unique().tolist() == ["q"]
+    frame = findings.differences(study, "fallback_only")
+    assert frame[frame.differing > 0].tensor.unique().tolist() == ["q"]
 
 
 def test_rows_computed_otherwise_before_the_first_prologue_all_differ(served, tmp_path):
@@ -342,8 +341,3 @@ def test_a_round_that_one_server_did_not_finish_counts_for_none():
     results = turn("article_native", [4, 4, 4, 4]) | turn("article_off", [3, 3, 3, 3])
     results["article_off"].passes[1].replies[0] = Reply("t1", 64, [], finish_reason="error")
     assert {len(times) for times in findings.in_turn(results, 1).values()} == {3}
-
-
-def test_no_prediction_without_the_first_notebook():
-    nothing = Evidence(notebook="01", run="not_run", reason="no result")
-    assert findings.predicted(nothing, "qwen3.5-27b", 16, 1) == (None, "notebook 01: no result")

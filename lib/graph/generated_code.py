@@ -81,14 +81,18 @@ _KERNEL = re.compile(
 )
 # The benchmark harness at the end: never run by the model, full of the sizes of the first trace.
 _HARNESS = re.compile(r"^def (get_args|benchmark_compiled_module)\b.*\Z", re.DOTALL | re.MULTILINE)
+# A copy of the kernels, as a string, that tuning at compile time leaves before the code.
+_TUNING = re.compile(
+    r'\A\s*r?"""\s*Compile-time auto-tuning block:.*?^"""', re.DOTALL | re.MULTILINE
+)
 
 
 def normalized(code: str) -> str:
     """The part of generated code that decides what runs, comparable across caches and processes.
 
-    Without comments, blank lines, the benchmark harness, hashes and the names of cache files.
+    Without comments, blank lines, what tunes and benchmarks it, hashes and the names of cache files.
     """
-    code = _HARNESS.sub("", code)
+    code = _HARNESS.sub("", _TUNING.sub("", code))
 
     def body(match: re.Match[str]) -> str:
         text = match["body"]
@@ -139,6 +143,14 @@ class Sized:
         value = "unknown" if self.elements is None else f"{self.elements:,} elements"
         shown = f" ({self.expression})" if self.symbolic else ""
         return f"{self.what} {self.name}: {value}{shown}"
+
+
+def launches(code: str) -> int:
+    """Calls of generated kernels in the code that runs: library calls and custom operators are none."""
+    code = _HARNESS.sub("", _TUNING.sub("", code))
+    kernels = {match["name"] for match in _KERNEL.finditer(code)}
+    calls = (_read_call(line.strip()) for line in _KERNEL.sub("", code).splitlines())
+    return sum(call is not None and call[0] in kernels for call in calls)
 
 
 def kernels_touching(code: str, numel: int) -> list[str]:

@@ -280,6 +280,18 @@ FIGURES: dict[str, tuple[str, str]] = {
         "texts changed, calibrated integration",
         "文本改变数，校准后的集成方案",
     ),
+    "service_records": (
+        "records that differ in the vLLM service, kernel integrated",
+        "kernel 集成到 vLLM 服务后，有差异的记录数",
+    ),
+    "service_saving_predicted": (
+        "saving per token predicted for the vLLM service",
+        "vLLM 服务每 token 的预测节省",
+    ),
+    "service_saving": (
+        "saving per token realised in the vLLM service",
+        "vLLM 服务每 token 的实际节省",
+    ),
     "service_texts": ("texts changed in the vLLM service", "vLLM 服务中的文本改变数"),
     "tpot_candidate": (
         "mean TPOT, own engine (published: fallback-only run)",

@@ -554,18 +554,34 @@ FIGURES = (
         claim="saving_as_predicted",
     ),
     Spec("saving_net", "endpoint", _06, "tpot_saving", {"kind": "net"}, "us", claim="net_saving"),
-    Spec("service_texts", "text", _07, "texts_changed", {"mode": "integrated"}, ""),
     Spec(
-        "service_marker", "dispatch", _07, "marker", {"mode": "integrated", "concurrency": 1}, "",
-        total="marker_expected",
+        "service_records", "graph", _07, "records_differing", {"mode": "integrated"}, "",
+        claim="integrated_exact",
+    ),
+    Spec(
+        "service_texts", "text", _07, "texts_changed",
+        {"mode": "integrated", "model": "compact"}, "", claim="integrated_exact",
+    ),
+    Spec(
+        "service_marker", "dispatch", _07, "marker",
+        {"mode": "integrated", "concurrency": 1, "model": "compact"}, "",
+        total="marker_expected", claim="marker_exact",
+    ),
+    Spec(
+        "service_saving_predicted", "endpoint", _07, "tpot_saving", {"kind": "predicted"}, "us",
+        claim="saving_as_predicted",
+    ),
+    Spec(
+        "service_saving", "endpoint", _07, "tpot_saving",
+        {"mode": "integrated", "concurrency": 1}, "us", claim="saving_as_predicted",
     ),
     Spec(
         "service_tpot", "endpoint", _07, "tpot",
-        {"mode": "integrated", "concurrency": 1, "stat": "mean"}, "ms",
+        {"mode": "integrated", "concurrency": 1, "stat": "mean", "model": "compact"}, "ms",
     ),
     Spec(
         "service_ttft", "endpoint", _07, "ttft",
-        {"mode": "integrated", "part": "all", "stat": "p99"}, "s",
+        {"mode": "integrated", "part": "all", "stat": "p99", "model": "compact"}, "s",
     ),
 )  # fmt: skip
 

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -20,14 +19,10 @@ from typing import Any
 import pandas as pd
 from torch import fx
 
-from fusion_evidence.lib.graph.generated_code import normalized
+from fusion_evidence.lib.graph import generated_code
 from fusion_evidence.lib.service.graphs import GraphReport, Traced, identical
 
 INDEX = "ranges.json"
-# Tuning at compile time, which vLLM asks for, leaves a copy of the kernels before the code, as a string.
-_TUNING = re.compile(
-    r'\A\s*r?"""\s*Compile-time auto-tuning block:.*?^"""', re.DOTALL | re.MULTILINE
-)
 
 
 @dataclass
@@ -61,7 +56,7 @@ class Evidence:
         for one in self._compiled:
             name = f"{one.piece:03}_{one.first}-{one.last}"
             (self.folder / f"{name}.graph.txt").write_text(one.graph)
-            reports = [_untuned(*found) for found in one.code.reports()]
+            reports = one.code.reports()
             for number, (_, source) in enumerate(reports):
                 (self.folder / f"{name}.{number}.py").write_text(source)
             index.append(
@@ -75,12 +70,6 @@ class Evidence:
             )
         (self.folder / INDEX).write_text(json.dumps(index, indent=1) + "\n")
         return len(index)
-
-
-def _untuned(report: GraphReport, source: str) -> tuple[GraphReport, str]:
-    """Both without the copy of the kernels, which names the files of this process's cache."""
-    code = normalized(_TUNING.sub("", source))
-    return replace(report, source_sha256=hashlib.sha256(code.encode()).hexdigest()), code
 
 
 def listing(graph: fx.GraphModule) -> str:
@@ -131,6 +120,16 @@ def prefill_identical(a: Path, b: Path) -> pd.DataFrame:
         for (first, last, what), same in answers.items()
     ]
     return pd.DataFrame(rows).astype({"identical": "boolean"})
+
+
+def launches(folder: Path, piece: int, tokens: int) -> int | None:
+    """Generated kernels that one piece's graph for ``tokens`` alone launches; None where that has no code.
+
+    ValueError: a folder without evidence.
+    """
+    _read(folder)
+    files = sorted(folder.glob(f"{piece:03}_{tokens}-{tokens}.*.py"))
+    return sum(generated_code.launches(file.read_text()) for file in files) if files else None
 
 
 def _same(one: GraphReport | None, other: GraphReport | None) -> dict[str, bool | None]:

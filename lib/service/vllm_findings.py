@@ -16,7 +16,6 @@ from fusion_evidence.lib.attribution.integration import (
     exact,
     over,
 )
-from fusion_evidence.lib.report.evidence import Evidence, Scalar
 from fusion_evidence.lib.report.recorder import Recorder
 from fusion_evidence.lib.service import regression, vllm_evidence, vllm_records
 from fusion_evidence.lib.service.metrics import Reply, summarize
@@ -42,11 +41,6 @@ def settled(word: Said | None, why: Said | None) -> Said:
     """A verdict, or why there is none to give."""
     decided = word is not None and word[0] != "INCONCLUSIVE"
     return word if word is not None and decided else why or word or NOTHING
-
-
-def first_line(result: ArmResult) -> str:
-    """Of an arm's error; empty without one."""
-    return result.error.split("\n", 1)[0]
 
 
 # --- markers
@@ -164,7 +158,7 @@ def outcome(study: Study, name: str, baseline: str = "native") -> Outcome:
     results = study.results
     for one in (baseline, name):
         if one not in results or results[one].error or not results[one].replies():
-            why = results[one].error.split("\n")[0] if one in results else "did not run"
+            why = results[one].cause if one in results else "did not run"
             return Outcome(name, error=f"{one}: {why or 'it served nothing'}")
     changes = regression.text_changes(results[baseline].replies(), results[name].replies())
     texts = Outcome(
@@ -195,30 +189,30 @@ def differences(study: Study, name: str, baseline: str = "native") -> pd.DataFra
 
     OSError, ValueError: there is nothing to compare, or not the same rows.
     """
-    files = [study.file(one, "served") for one in (baseline, name)]
     for one in (baseline, name):
         if lost := study.results[one].records.get("served", {}).get("lost", 0):
             raise ValueError(f"{one}: {lost} rows did not fit")
-    a, b = (vllm_records.VllmRecords(file) for file in files)
-    rows = len(vllm_records.matched(a, b))
-    if len(a.index) != len(b.index):
-        raise ValueError(f"{len(a.index)} and {len(b.index)} rows")
-    frame = vllm_records.compare(*files) if rows else pd.DataFrame()
-    if other := len(a.index) - rows:
-        n = other * len(a.layers)
-        unmatched = pd.DataFrame(
-            {
-                "layer": "before the first prologue",
-                "tensor": ["q", "k", "v"],
-                "tokens": 0,
-                "records": n,
-                "differing": n,
-                "elements": 0,
-                "mismatches": 0,
-            }
+    frame = vllm_records.compare(study.file(baseline, "served"), study.file(name, "served"))
+    alone, others = frame.attrs["only"]
+    if alone != others:
+        raise ValueError(
+            f"{alone} rows of {baseline} and {others} of {name} are in one of them alone"
         )
-        frame = pd.concat([unmatched, frame], ignore_index=True)
-    return frame
+    if not alone:
+        return frame
+    n = alone * frame.layer.nunique()
+    unmatched = pd.DataFrame(
+        {
+            "layer": "before the first prologue",
+            "tensor": ["q", "k", "v"],
+            "tokens": 0,
+            "records": n,
+            "differing": n,
+            "elements": 0,
+            "mismatches": 0,
+        }
+    )
+    return pd.concat([unmatched, frame], ignore_index=True)
 
 
 def exact_verdict(found: Outcome | None, floor: Outcome) -> Said:
@@ -278,14 +272,6 @@ def by_size(study: Study, name: str, baseline: str = "native") -> pd.DataFrame:
     kept = frame[own & frame.tokens.isin(sizes)]
     columns = ["records", "differing", "elements", "mismatches"]
     return kept.groupby("tokens", as_index=False)[columns].sum()
-
-
-def by_layer(frame: pd.DataFrame) -> pd.DataFrame:
-    """Of `differences`: ``layer`` (its number), ``tensor``, ``value`` (elements that differ) and ``n``."""
-    layers = list(dict.fromkeys(frame.layer))
-    part = frame.groupby(["layer", "tensor"], sort=False)[["mismatches", "elements"]].sum()
-    part = part.reset_index().rename(columns={"mismatches": "value", "elements": "n"})
-    return part.assign(layer=[layers.index(layer) for layer in part.layer])
 
 
 # --- calibration
@@ -400,34 +386,6 @@ def saved(slow: np.ndarray, fast: np.ndarray, resamples: int = 4000, seed: int =
     )
     low, high = np.quantile(np.median(difference[rounds], axis=1), (0.025, 0.975))
     return Effect(float(np.median(difference)), float(low), float(high), len(difference))
-
-
-def predicted(
-    primitive: Evidence, shape: str, layers: int, tokens: int
-) -> tuple[Effect | None, str]:
-    """Notebook 01's compiled region less its kernel, hot, times ``layers``; and where that is from.
-
-    Hot, since a layer's projection has just been written when its prologue reads it.
-    """
-    if primitive.run == "not_run":
-        return None, f"notebook 01: {primitive.reason}"
-    exact = primitive.claim("bits_compiled")
-    if not exact.verdict.passed:
-        return None, f"notebook 01: bits_compiled is {exact.verdict.value}: {exact.why}"
-    labels: dict[str, Scalar] = dict(T=tokens, cache="hot", positions="3d", shape=shape)
-    found = [primitive.select("time", impl=impl, **labels) for impl in ("compiled", "fused")]
-    if not all(found):
-        return None, f"notebook 01 has no hot times of {shape} at T = {tokens}"
-    (base, *_), (fused, *_) = found
-    value, low, high = (
-        layers * (float(a) - float(b))  # type: ignore[arg-type]
-        for a, b in (
-            (base.value, fused.value),
-            (base.low, fused.high),
-            (base.high, fused.low),
-        )
-    )
-    return Effect(value, low, high, base.n or 0), f"notebook 01, {shape}, {layers} layers, hot"
 
 
 def saving_verdict(realised: Effect, expected: Effect | None, why: str, noise: float) -> Said:

@@ -356,6 +356,11 @@ class ArmResult(BaseModel):
     graphs: int = 0
     error: str = ""
 
+    @property
+    def cause(self) -> str:
+        """The first line of its error; empty without one."""
+        return self.error.split("\n", 1)[0]
+
     def replies(self, concurrency: int = 1, turn: int | None = 0) -> list[Reply]:
         """Of one pass, or of all turns one after the other."""
         return [
@@ -454,8 +459,8 @@ class Study:
                     except (EndpointError, ValueError, OSError) as error:
                         cause = _cause(self.folder / name / "server.log")
                         said = "\n".join(filter(None, [cause, str(error)]))
-                        self.results[name] = ArmResult(name=name, error=said)
-                        self.say(f"{name}: {_first_line(said)} {of}")
+                        self.results[name] = failed = ArmResult(name=name, error=said)
+                        self.say(f"{name}: {failed.cause} {of}")
                 yield sorted(live, key=lambda one: list(ARMS).index(one.arm.name))
             finally:
                 for future in as_completed(starting):
@@ -773,7 +778,3 @@ def _cause(log: Path) -> str:
     text = log.read_text(errors="replace") if log.is_file() else ""
     found = _ERROR.search(text)
     return found[0][:300] if found else ""
-
-
-def _first_line(text: str) -> str:
-    return text.split("\n", 1)[0]
