@@ -19,6 +19,15 @@ from fusion_evidence.lib.service.vllm_evidence import (
 X = torch.ones(2, 3)
 
 
+def small(x):
+    return (x * 2 + 1).relu()
+
+
+def compiled_by_inductor():
+    torch._dynamo.reset()
+    return torch.compile(small, dynamic=False)(X)
+
+
 def test_a_graph_is_told_from_another_but_not_by_its_names():
     one = traced(lambda x: (x * 2 + 1).relu(), X)
     same = traced(lambda y: (y * 2 + 1).relu(), X)
@@ -102,15 +111,11 @@ def test_other_pieces_are_refused(tmp_path):
 
 def test_a_compilation_is_watched_and_written(tmp_path):
     """With the code that Inductor makes of it, here for two sizes of one graph."""
-    module = traced(lambda x: (x * 2 + 1).relu(), X)
-
-    def compile():
-        torch._dynamo.reset()
-        compiled = torch.compile(lambda x: (x * 2 + 1).relu(), dynamic=False)
-        return compiled(X)
-
+    module = traced(small, X)
     evidence = Evidence(tmp_path / "kept")
-    assert torch.equal(evidence.watch(module, 3, 1, 8, compile), torch.full((2, 3), 3.0))
+    assert torch.equal(
+        evidence.watch(module, 3, 1, 8, compiled_by_inductor), torch.full((2, 3), 3.0)
+    )
     evidence.watch(module, 3, 1, 1, lambda: None)  # found again among what was compiled
     assert evidence.save() == 2
     entries = json.loads((tmp_path / "kept" / INDEX).read_text())
@@ -124,12 +129,7 @@ def test_a_compilation_is_watched_and_written(tmp_path):
 
 def test_the_kernels_of_a_graph_for_one_size_are_counted(tmp_path):
     evidence = Evidence(tmp_path)
-
-    def compile():
-        torch._dynamo.reset()
-        return torch.compile(lambda x: (x * 2 + 1).relu(), dynamic=False)(X)
-
-    evidence.watch(traced(lambda x: (x * 2 + 1).relu(), X), 1, 2, 2, compile)
+    evidence.watch(traced(small, X), 1, 2, 2, compiled_by_inductor)
     evidence.save()
     assert launches(tmp_path, 1, 2) == 1
     assert launches(tmp_path, 1, 4) is None
