@@ -14,13 +14,15 @@ import pandas as pd
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from fusion_evidence.kernels.numerics import Numerics, Reduction
+from fusion_evidence.lib.attribution.fingerprint import Fingerprint
 from fusion_evidence.lib.attribution.integration import Effect, Outcome
 from fusion_evidence.lib.service import vllm_findings as findings
 from fusion_evidence.lib.service import vllm_study as study_module
 from fusion_evidence.lib.service.metrics import Reply
 from fusion_evidence.lib.service.vllm_hook import KEY
 from fusion_evidence.lib.service.vllm_plugin import Settings as PluginSettings
-from fusion_evidence.lib.service.vllm_records import VllmRecords
+from fusion_evidence.lib.service.vllm_records import Calibrated, VllmRecords
 from fusion_evidence.lib.service.vllm_study import ARMS, ArmResult, Pass, Plan, Study, left_out
 
 SMALL = dict(
@@ -111,8 +113,29 @@ def test_records_and_texts_beside_the_baselines(served):
     assert findings.exact_verdict(same, same)[0] == "PASS"
     assert findings.exact_verdict(other, same)[0] == "FAIL"
     assert findings.outcome(study, "python_branch").error.startswith("python_branch: ")
+
+
+def test_an_operator_at_every_size_is_compared_at_every_size(served, tmp_path):
+    study = copied(served, tmp_path)
+    same = findings.outcome(study, "native_again")
+    verdict = findings.every_size_verdict(study, "opaque_eager", same, same)
+    assert verdict == ("PASS", verdict[1])
+    assert verdict[1].endswith("first layer, T = 1: 0 of 12 elements")
+    assert findings.every_size_verdict(study, "native_again", same, same)[0] == "INCONCLUSIVE"
+    theirs = study.file("opaque_eager", "calibration")
+    tensors = load_file(theirs)
+    tensors["layers.0.k"][tensors["tokens"] == 1] += 1
+    save_file(tensors, theirs, metadata_of(theirs))
+    assert findings.every_size_verdict(study, "opaque_eager", same, same)[0] == "FAIL"
     frame = findings.differences(study, "fallback_only")
     assert frame[frame.differing > 0].tensor.unique().tolist() == ["q"]
+
+
+def metadata_of(file):
+    """To write it again."""
+    records = VllmRecords(file)
+    found = {"device": records.device, "layers": json.dumps(records.layers)}
+    return found | {"shape": json.dumps(asdict(records.shape))}
 
 
 def test_rows_computed_otherwise_before_the_first_prologue_all_differ(served, tmp_path):
@@ -120,9 +143,7 @@ def test_rows_computed_otherwise_before_the_first_prologue_all_differ(served, tm
     theirs = study.file("fallback_only", "served")
     tensors = load_file(theirs)
     tensors["layers.0.v"][:3] += 4096
-    records = VllmRecords(theirs)
-    metadata = {"device": records.device, "layers": '["layers.0", "layers.1"]'}
-    save_file(tensors, theirs, metadata | {"shape": json.dumps(asdict(records.shape))})
+    save_file(tensors, theirs, metadata_of(theirs))
     found = findings.outcome(study, "fallback_only")
     assert found.records_total == 60
     assert found.records == 3 * 2 * 3 + 7 * 2
@@ -210,8 +231,9 @@ def test_two_devices_are_shared_out_and_one_is_left_alone(monkeypatch):
 
 def test_the_same_plan_asks_the_same(tmp_path):
     one, other = plan(), plan()
-    ids = [[r.ids for r in each.drawn(2, 3, 4, "x")] for each in (one, other)]
-    assert ids[0] == ids[1] != [r.ids for r in one.drawn(2, 3, 4, "y")]
+    ids = [[r.ids for r in each.drawn(3, (3, 5), 4, "x")] for each in (one, other)]
+    assert ids[0] == ids[1] != [r.ids for r in one.drawn(3, (3, 5), 4, "y")]
+    assert [len(tokens) for tokens in ids[0]] == [3, 5, 3]
     requests = one.fixed()
     assert one.forced(requests) == other.forced(requests)
     assert plan(seed=1).forced(requests) != one.forced(requests)
@@ -341,3 +363,59 @@ def test_a_round_that_one_server_did_not_finish_counts_for_none():
     results = turn("article_native", [4, 4, 4, 4]) | turn("article_off", [3, 3, 3, 3])
     results["article_off"].passes[1].replies[0] = Reply("t1", 64, [], finish_reason="error")
     assert {len(times) for times in findings.in_turn(results, 1).values()} == {3}
+
+
+def test_prompts_are_calibrated_in_every_layer_that_was_given_the_same(
+    served, tmp_path, monkeypatch
+):
+    study, asked = copied(served, tmp_path), []
+
+    def calibrate(native, operator, *, tokens, layers=None):
+        asked.append((native.parent.name, operator.parent.name, tuple(tokens), layers))
+        return dict.fromkeys(tokens, "found")
+
+    monkeypatch.setattr(findings.vllm_records, "calibrate", calibrate)
+    prompts = study.plan.prompts_of("compact")
+    assert set(findings.calibrate(study, "compact")) == {1, *prompts}
+    shutil.copytree(study.folder / "opaque_eager", study.folder / "opaque_compiled")
+    findings.calibrate(study, "compact")
+    findings.calibrate(study, "compact", "fallback_only")  # which has no such file
+    assert asked == [
+        ("native", "opaque_eager", (1,), None),
+        ("native", "opaque_eager", prompts, None),
+        ("native", "opaque_eager", (1,), None),
+        ("native", "opaque_compiled", prompts, ["layers.0", "layers.1"]),
+    ]
+
+
+def fit(length, *candidates, mismatches=0):
+    closest, *alike = candidates
+    print_ = Fingerprint("prefill", closest, "bfloat16", mismatches, 9, 9, (0,), tuple(alike), ())
+    return Calibrated(length, 9, print_)
+
+
+def test_one_graph_of_all_lengths_takes_what_fits_them_all(tmp_path):
+    study = Study(plan(calibration_prompts=(33, 517)), tmp_path, print)
+    first, second, third = (Numerics("fp32_through", Reduction(2, 8, warps)) for warps in (1, 2, 4))
+    found = {1: fit(1, third), 33: fit(33, first, second, third), 517: fit(517, third, first)}
+    assert findings.fitting_all(study, "compact", found) == [first, third]
+    findings.take(study, "compact", found)
+    assert study.numerics["compact"] == {
+        "1": str(third),
+        "*": str(third),
+    }  # the one that decode has too
+    assert findings.prompts_verdict(study, "compact", found)[0] == "PASS_WITH_LIMITATIONS"
+    found[517] = fit(517, second)
+    findings.take(study, "compact", found)
+    assert study.numerics["compact"]["*"] == str(second)
+    assert findings.prompts_verdict(study, "compact", found)[0] == "PASS"
+    for spoiled in (fit(517, first, mismatches=1), None):
+        found = {1: fit(1, third), 33: fit(33, first), 517: spoiled}
+        found = {length: one for length, one in found.items() if one}
+        findings.take(study, "compact", found)
+        assert study.numerics["compact"] == {"1": str(third)}
+        assert findings.prompts_verdict(study, "compact", found)[0] == "FAIL"
+        study.numerics_of(ARMS["per_op"])
+        with pytest.raises(ValueError, match="T = \\*"):
+            study.numerics_of(ARMS["opaque_fused"])
+    assert findings.prompts_verdict(study, "compact", {})[0] == "INCONCLUSIVE"

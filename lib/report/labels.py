@@ -192,6 +192,10 @@ CLAIMS: dict[str, tuple[str, str]] = {
         "upstream's own fused kernel changes bits too",
         "上游自带的融合 kernel 同样会改变比特",
     ),
+    "operator_exact": (
+        "an operator at every size, calibrated, changes nothing",
+        "每个大小都经过校准的算子不改变任何结果",
+    ),
     "range_exact": (
         "the kernel is exact at every size of the decode range",
         "decode 范围内的每个大小都逐比特一致",

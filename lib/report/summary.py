@@ -568,7 +568,7 @@ FIGURES = (
         total="marker_expected", claim="marker_exact",
     ),
     Spec(
-        "service_saving_predicted", "endpoint", _07, "tpot_saving", {"kind": "predicted"}, "us",
+        "service_saving_predicted", "endpoint", _07, "tpot_saving", {"kind": "predicted", "T": 1}, "us",
         claim="saving_as_predicted",
     ),
     Spec(

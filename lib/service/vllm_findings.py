@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from fusion_evidence.kernels.numerics import Numerics
 from fusion_evidence.lib.attribution.integration import (
     Effect,
     Outcome,
@@ -22,6 +23,7 @@ from fusion_evidence.lib.service.metrics import Reply, summarize
 from fusion_evidence.lib.service.vllm_records import Calibrated
 from fusion_evidence.lib.service.vllm_study import (
     ARMS,
+    IN_EVERY_LAYER,
     OPERATORS,
     ArmResult,
     Model,
@@ -220,6 +222,18 @@ def exact_verdict(found: Outcome | None, floor: Outcome) -> Said:
     return exact(found, floor) if found is not None else NOTHING
 
 
+def every_size_verdict(study: Study, name: str, found: Outcome | None, floor: Outcome) -> Said:
+    """As `exact_verdict`, and in the first layer nothing differs at any size that is compiled for."""
+    word, why = exact_verdict(found, floor)
+    try:
+        sizes = by_size(study, name)
+    except (OSError, ValueError) as error:
+        return "INCONCLUSIVE", f"{why}; {error}"
+    differ, of = int(sizes.mismatches.sum()), int(sizes.elements.sum())
+    said = f"{why}; first layer, T = {', '.join(map(str, sizes.tokens))}: {differ:,} of {of:,} elements"
+    return ("FAIL" if differ else word), said
+
+
 def fixed_verdict(first: Sequence[Reply], again: Sequence[Reply], floor: Outcome) -> Said:
     """The same server says the same again, and a second one differs in nothing."""
     changes = regression.text_changes(first, again)
@@ -278,19 +292,25 @@ def by_size(study: Study, name: str, baseline: str = "native") -> pd.DataFrame:
 
 
 def calibrate(study: Study, model: Model, observed: str | None = None) -> dict[int, Calibrated]:
-    """What the baseline's graphs compute, by T, for every size that is compiled and one that is not.
+    """What the baseline's graphs compute, by T, for every size that is compiled, and for prompts.
 
-    observed: another server's in its place. Empty where a server is missing, or its records are of no use,
-    which `Study.say` is told.
+    Of prompts in every layer, where a server was given the same there; else in the first. observed: another
+    server's in its place. Empty where a server is missing, or its records are of no use, which `Study.say`
+    is told.
     """
     baseline, operator = OPERATORS[model]
     seen = observed or baseline
     native, given = (study.file(name, "calibration") for name in (seen, operator))
     if not (native.is_file() and given.is_file()):
         return {}
-    sizes = [*study.plan.sizes_of(model), study.plan.calibration_prompt]
+    sizes, prompts = study.plan.sizes_of(model), study.plan.prompts_of(model)
     try:
-        return vllm_records.calibrate(native, given, tokens=sizes)
+        found = vllm_records.calibrate(native, given, tokens=sizes)
+        more = study.file(IN_EVERY_LAYER, "calibration")
+        if seen != "native" or not more.is_file():
+            return found | vllm_records.calibrate(native, given, tokens=prompts)
+        layers = vllm_records.VllmRecords(more).layers
+        return found | vllm_records.calibrate(native, more, tokens=prompts, layers=layers)
     except ValueError as error:
         study.say(f"{seen} is not calibrated: {error}")
         return {}
@@ -298,13 +318,38 @@ def calibrate(study: Study, model: Model, observed: str | None = None) -> dict[i
 
 def take(study: Study, model: Model, found: Mapping[int, Calibrated]) -> None:
     """Let the arms that start from now on have these numerics."""
-    sizes, prompt = study.plan.sizes_of(model), study.plan.calibration_prompt
-    names = {size: str(size) for size in sizes} | {prompt: "*"}
-    study.numerics[model] = {
-        names[size]: str(one.numerics)
-        for size, one in found.items()
-        if size in names and one.numerics is not None
-    }
+    sizes = study.plan.sizes_of(model)
+    by_size = {str(size): found[size].numerics for size in sizes if size in found}
+    common = fitting_all(study, model, found)
+    by_size["*"] = next(
+        (one for one in common if one in by_size.values()), next(iter(common), None)
+    )
+    study.numerics[model] = {size: str(one) for size, one in by_size.items() if one is not None}
+
+
+def fitting_all(study: Study, model: Model, found: Mapping[int, Calibrated]) -> list[Numerics]:
+    """What reproduces every element of prompts of all lengths, which one graph computes.
+
+    Prompts of one length leave several candidates; others tell them apart. Empty where one has no rows.
+    """
+    lengths = study.plan.prompts_of(model)
+    if any(length not in found or found[length].numerics is None for length in lengths):
+        return []
+    prints = [found[length].fingerprint for length in lengths]
+    fits = [[one.closest, *one.alike] for one in prints]
+    return [one for one in fits[0] if all(one in others for others in fits)]
+
+
+def prompts_verdict(study: Study, model: Model, found: Mapping[int, Calibrated]) -> Said:
+    """One candidate, and no other, fits prompts of every length."""
+    lengths = ", ".join(map(str, study.plan.prompts_of(model)))
+    if not found:
+        return "INCONCLUSIVE", "there are no records of it"
+    common = fitting_all(study, model, found)
+    if not common:
+        return "FAIL", f"no candidate fits prompts of all of {lengths} tokens"
+    said = f"taken: {study.numerics[model]['*']}; {len(common)} fit prompts of {lengths} tokens"
+    return ("PASS" if len(common) == 1 else "PASS_WITH_LIMITATIONS"), said
 
 
 def calibration_verdict(found: Calibrated | None, least: int) -> Said:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -117,9 +118,7 @@ ARMS = {
             eager=True,
         ),
         _compact("opaque_eager", "opaque_eager", "operator, eager fallback", **_OPERATOR),
-        _compact(
-            "opaque_compiled", "opaque_compiled", "operator, compiled fallback", kernel="declared"
-        ),
+        _compact("opaque_compiled", "opaque_compiled", "operator, compiled fallback", **_OPERATOR),
         _compact("fallback_only", "fallback_only", "the same operator, its kernel never runs"),
         _compact("opaque_fused", "opaque_fused", "calibrated kernel at every T", **_FUSED),
         _compact("per_op", "opaque_fused", "the same, rounded per operation", kernel="per_op"),
@@ -148,6 +147,8 @@ OPERATORS: dict[Model, tuple[str, str]] = {
     "article": ("article_observed", "article_operator"),
 }
 """Of each model, the server to calibrate on and the one that shows its projections."""
+IN_EVERY_LAYER = "opaque_compiled"
+"""Whose prompts have the baseline's projections in every layer, where it runs."""
 DEFINITION = "fusion_evidence.kernels.reference:qkv_prologue"
 NEEDS_RANGES = (
     "vLLM compiles by range of sizes in its mode VLLM_COMPILE; on a CPU its platform sets "
@@ -210,7 +211,7 @@ class Plan(BaseModel):
     article_sizes: tuple[int, ...] = (1,)
     calibration_requests: int = 24
     calibration_tokens: int = 96
-    calibration_prompt: int = 33
+    calibration_prompts: tuple[int, ...] = (33, 129, 517)
     attention: str = ""
     configurations: Literal["timed", "first"] = "first"
     candidate: str = ""
@@ -237,11 +238,13 @@ class Plan(BaseModel):
         requests = self.fixed()
         return requests * max(1, -(-2 * concurrency // len(requests)))
 
-    def drawn(self, count: int, prompt: int, tokens: int, name: str) -> list[Request]:
-        """Requests of random tokens, always the same ones."""
+    def drawn(self, count: int, prompts: Sequence[int], tokens: int, name: str) -> list[Request]:
+        """Requests of random tokens, always the same ones, whose prompts have these lengths in turn."""
         draw = random.Random(f"{self.seed} {name}")
+        lengths = itertools.islice(itertools.cycle(prompts), count)
         return [
-            Request(f"{name}{i}", "", _tokens(draw, prompt), None, tokens) for i in range(count)
+            Request(f"{name}{i}", "", _tokens(draw, length), None, tokens)
+            for i, length in enumerate(lengths)
         ]
 
     def forced(self, requests: Sequence[Request]) -> dict[str, dict[str, Any]]:
@@ -255,12 +258,17 @@ class Plan(BaseModel):
     def sizes_of(self, model: Model) -> tuple[int, ...]:
         return self.article_sizes if model == "article" else self.sizes
 
+    def prompts_of(self, model: Model) -> tuple[int, ...]:
+        """Lengths of the prompts to calibrate on, of no size that is compiled for: one graph computes
+        them all, and its numerics have to fit all. No arm of the article's shape replaces it."""
+        return self.calibration_prompts[: 1 if model == "article" else None]
+
     def calibration(self, model: Model) -> list[Request]:
-        """Of each number of requests at a time; their prompts are of no size that is compiled for."""
+        """Of each number of requests at a time."""
         count, tokens = self.calibration_requests, self.calibration_tokens
         if model == "article":  # whose rows have fourteen times the elements
             count, tokens = 16, max(2, tokens // 2)
-        return self.drawn(count, self.calibration_prompt, tokens, "calibration")
+        return self.drawn(count, self.prompts_of(model), tokens, "calibration")
 
     def rows(self, model: Model) -> int:
         """Tokens that the longest recording has."""
@@ -530,7 +538,7 @@ class Study:
         if arm.kernel == "declared":
             return {"*": str(self._declared(arm.model))}
         found = self.numerics[arm.model]
-        every = arm.mode == "opaque_fused"
+        every = arm.mode == "opaque_fused" and arm.kernel == "calibrated"
         wanted = [str(size) for size in self.plan.sizes_of(arm.model) if size <= arm.last]
         wanted = ["1"] if arm.kernel == "per_op" else wanted
         if lacking := [size for size in wanted + ["*"] * every if size not in found]:
@@ -636,12 +644,12 @@ class Study:
     def _turn(self, one: _Live, concurrency: int, turn: int) -> None:
         """The same requests for all in one round, and others in the next."""
         tokens = self.plan.article_tokens
-        asked = self.plan.drawn(concurrency, 64, tokens, f"round {turn}, ")
+        asked = self.plan.drawn(concurrency, (64,), tokens, f"round {turn}, ")
         one.result.passes.append(one_pass(one.url, asked, concurrency, turn, bare=turn > 0))
 
     def _warm(self, one: _Live) -> None:
         for concurrency in self.plan.concurrency:
-            asked = self.plan.drawn(concurrency, 64, 16, "warm")
+            asked = self.plan.drawn(concurrency, (64,), 16, "warm")
             replies = serve(Endpoint(one.url), asked, concurrency=concurrency, extra=GOING_ON)
             one.result.first_s = one.result.first_s or replies[0].ttft_s
 
