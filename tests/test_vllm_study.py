@@ -148,6 +148,10 @@ def test_rows_computed_otherwise_before_the_first_prologue_all_differ(served, tm
     assert found.records_total == 60
     assert found.records == 3 * 2 * 3 + 7 * 2
     assert found.first.startswith("before the first prologue")
+    tensors["layers.0.v"] += 4096  # every row, so that none is left to compare
+    save_file(tensors, theirs, metadata_of(theirs))
+    found = findings.outcome(study, "fallback_only")
+    assert (found.records, found.records_total) == (60, 60)
 
 
 def test_a_finished_arm_is_taken_over_and_another_plan_starts_it_again(served, tmp_path):

@@ -194,17 +194,16 @@ def differences(study: Study, name: str, baseline: str = "native") -> pd.DataFra
     for one in (baseline, name):
         if lost := study.results[one].records.get("served", {}).get("lost", 0):
             raise ValueError(f"{one}: {lost} rows did not fit")
-    frame = vllm_records.compare(study.file(baseline, "served"), study.file(name, "served"))
-    alone, others = frame.attrs["only"]
-    if alone != others:
-        raise ValueError(
-            f"{alone} rows of {baseline} and {others} of {name} are in one of them alone"
-        )
-    if not alone:
-        return frame
-    n = alone * frame.layer.nunique()
-    unmatched = pd.DataFrame(
-        {
+    a, b = (vllm_records.VllmRecords(study.file(one, "served")) for one in (baseline, name))
+    if len(a.index) != len(b.index):
+        raise ValueError(f"{len(a.index)} and {len(b.index)} rows")
+    if (a.shape, a.layers) != (b.shape, b.layers):
+        raise ValueError(f"{baseline} and {name} recorded different layers")
+    rows = vllm_records.matched(a, b)
+    parts = [] if rows.empty else [vllm_records.compared(a, b, rows)]
+    if alone := len(a.index) - len(rows):
+        n = alone * len(a.layers)
+        unmatched = {
             "layer": "before the first prologue",
             "tensor": ["q", "k", "v"],
             "tokens": 0,
@@ -213,8 +212,8 @@ def differences(study: Study, name: str, baseline: str = "native") -> pd.DataFra
             "elements": 0,
             "mismatches": 0,
         }
-    )
-    return pd.concat([unmatched, frame], ignore_index=True)
+        parts.insert(0, pd.DataFrame(unmatched))
+    return pd.concat(parts, ignore_index=True)
 
 
 def exact_verdict(found: Outcome | None, floor: Outcome) -> Said:

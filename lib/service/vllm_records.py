@@ -105,6 +105,11 @@ def compare(a: Path, b: Path) -> pd.DataFrame:
     rows = matched(one, other)
     if rows.empty:
         raise ValueError(f"{a} and {b} have no row in common: were they given the same tokens?")
+    return compared(one, other, rows)
+
+
+def compared(one: VllmRecords, other: VllmRecords, rows: pd.DataFrame) -> pd.DataFrame:
+    """As `compare`, of the ``rows`` that `matched` found, one or more."""
     found = []
     for layer in one.layers:
         for tensor in TENSORS:
