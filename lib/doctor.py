@@ -513,11 +513,13 @@ def _inductor(found: Findings, quick: bool) -> Check:
 
 
 def _guards(found: Findings, quick: bool) -> Check:
-    import torch
+    from fusion_evidence.lib.graph.tracing import Unavailable, drop_guards
 
-    if hasattr(torch.compiler, "skip_all_guards_unsafe"):
-        return Check("guards", "ok", "a compiled graph can drop its guards, as vLLM's does")
-    return Check("guards", "not here", f"torch {torch.__version__} cannot drop guards")
+    try:
+        drop_guards()
+    except Unavailable as error:
+        return Check("guards", "not here", f"a compiled graph cannot drop its guards: {error}")
+    return Check("guards", "ok", "a compiled graph can drop its guards, as vLLM's does")
 
 
 def _in_place(found: Findings, quick: bool) -> Check:

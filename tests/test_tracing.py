@@ -127,7 +127,7 @@ def test_eager_counts_exactly():
 @pytest.mark.parametrize(
     ("owner", "attribute", "mode"),
     [
-        (torch.compiler, "skip_all_guards_unsafe", "skip_all_guards"),
+        (torch.compiler, "keep_tensor_guards_unsafe", "keep_tensor_guards"),
         (torch._dynamo.decorators, "mark_unbacked", "mark_unbacked"),
         (torch.fx.experimental.symbolic_shapes, "guard_or_false", "guard_or_false"),
         (torch.export.Dim, "AUTO", "export_auto"),
@@ -141,6 +141,31 @@ def test_missing_api_is_not_run(monkeypatch, owner, attribute, mode):
     assert f"torch {torch.__version__} has no " in outcome.message
     assert attribute in outcome.message
     assert outcome.graphs == 0
+
+
+def test_a_torch_without_the_ready_made_filter(monkeypatch):
+    """As torch 2.8 and 2.9, where vLLM drops guards all the same."""
+    monkeypatch.delattr(torch.compiler, "skip_all_guards_unsafe", raising=False)
+    outcome = trace("skip_all_guards")
+    assert (outcome.outcome, outcome.guards) == ("folded", ())
+
+
+def test_a_torch_that_keeps_its_guards(monkeypatch):
+    older = type("Hooks", (), {"__dataclass_fields__": {}})
+    monkeypatch.setattr(torch._dynamo.hooks, "Hooks", older)
+    with pytest.raises(tracing.Unavailable, match="has no guard_filter_fn"):
+        tracing.drop_guards()
+    outcome = trace("skip_all_guards")
+    assert (outcome.outcome, outcome.graphs) == ("not_run", 0)
+
+
+@pytest.mark.skipif(
+    not hasattr(torch._dynamo.config, "enable_aot_compile"), reason="no switch for it here"
+)
+def test_ahead_of_time_where_it_is_off_by_default():
+    """As up to torch 2.11: vLLM turns it on, and so does the mode."""
+    with torch._dynamo.config.patch(enable_aot_compile=False):
+        assert trace("aot_compile_skip_all_guards").outcome == "folded"
 
 
 def test_unknown_mode():

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -303,16 +303,22 @@ def _observe(name: str, mode: Mode, seen: _Seen, device: str, hidden: int) -> Ou
 
 @contextlib.contextmanager
 def _settings(mode: Mode) -> Iterator[None]:
-    if not mode.size_oblivious:
+    with contextlib.ExitStack() as stack:
+        if mode.how == "aot_compile" and hasattr(torch._dynamo.config, "enable_aot_compile"):
+            # Off by default up to torch 2.11, and turned on by vLLM.
+            stack.enter_context(torch._dynamo.config.patch(enable_aot_compile=True))
+        if mode.size_oblivious:
+            stack.enter_context(_size_oblivious())
         yield
-        return
+
+
+def _size_oblivious() -> contextlib.AbstractContextManager[None]:
     from torch.fx.experimental import _config as module
 
     _config: Any = module
     if not hasattr(_config, "backed_size_oblivious"):
         raise Unavailable(_lacks("torch.fx.experimental._config.backed_size_oblivious"))
-    with _config.patch(backed_size_oblivious=True):
-        yield
+    return _config.patch(backed_size_oblivious=True)
 
 
 def _declare(x: Tensor, mode: Mode) -> Tensor:
@@ -339,20 +345,16 @@ def _make(module: nn.Module, mode: Mode, seen: _Seen, x: Tensor) -> Callable[[Te
         raise Unavailable(_lacks("guard_or_false"))
     if mode.how == "export":
         return _export(module, mode, seen, x)
-    # torch.compile pops the filter out of the options: a dict of its own for every call.
-    options: Any = {"guard_filter_fn": _guard_filter(mode.guards)} if mode.guards else None
+    options = _filtering(mode.guards) if mode.guards else None
     dynamic = True if mode.mark == "dynamic_true" else None
     ahead = mode.how == "aot_compile"
-    try:
-        compiled = torch.compile(
-            module.forward if ahead else module,
-            backend=seen.serializable_backend if ahead else seen.backend,
-            fullgraph=True,
-            dynamic=dynamic,
-            options=options,
-        )
-    except (RuntimeError, TypeError) as error:
-        raise Unavailable(_lacks(f"guard_filter_fn for torch.compile ({_short(error)})")) from error
+    compiled = torch.compile(
+        module.forward if ahead else module,
+        backend=seen.serializable_backend if ahead else seen.backend,
+        fullgraph=True,
+        dynamic=dynamic,
+        options=options,
+    )
     if ahead:
         if not hasattr(compiled, "aot_compile"):
             raise Unavailable(_lacks("torch.compile(...).aot_compile"))
@@ -361,11 +363,27 @@ def _make(module: nn.Module, mode: Mode, seen: _Seen, x: Tensor) -> Callable[[Te
     return compiled
 
 
-def _guard_filter(name: str) -> Callable[..., Any]:
+def drop_guards() -> dict[str, Any]:
+    """``options`` for `torch.compile` that leave a graph without guards, as vLLM's is.
+
+    For one call: it pops the filter out of them. Unavailable: before torch 2.8.
+    """
+    return _filtering(SKIP_ALL)
+
+
+def _filtering(name: str) -> dict[str, Any]:
+    if "guard_filter_fn" not in torch._dynamo.hooks.Hooks.__dataclass_fields__:
+        raise Unavailable(_lacks("guard_filter_fn for torch.compile"))
     found = getattr(torch.compiler, name, None)
+    if found is None and name == SKIP_ALL:  # torch 2.8 and 2.9, where vLLM has this in its place
+        found = _none_of
     if found is None:
         raise Unavailable(_lacks(f"torch.compiler.{name}"))
-    return found
+    return {"guard_filter_fn": found}
+
+
+def _none_of(entries: Sequence[Any]) -> list[bool]:
+    return [False] * len(entries)
 
 
 def _export(module: nn.Module, mode: Mode, seen: _Seen, x: Tensor) -> Callable[[Tensor], Tensor]:
