@@ -278,6 +278,14 @@ BOTH = (
     Needed("06_bit_exact_integration", "saving_as_predicted"),
     Needed("06_bit_exact_integration", "net_saving"),
 )
+SERVICE = (
+    Needed("07_vllm_service", "fixed_point"),
+    Needed("07_vllm_service", "integrated_exact", "integrated"),
+    Needed("07_vllm_service", "marker_exact", "integrated"),
+    Needed("07_vllm_service", "prefill_untouched", "integrated"),
+    Needed("07_vllm_service", "test_can_see"),
+    Needed("07_vllm_service", "saving_as_predicted"),
+)
 
 
 def together(found: Sequence[Result], needed: Sequence[Needed]) -> tuple[Verdict, str]:
