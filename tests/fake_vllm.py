@@ -7,6 +7,7 @@ starts at once. Its model says token ``(last + 1) % 2048``; its layers have one 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 import threading
@@ -135,6 +136,22 @@ class Server(BaseHTTPRequestHandler):
         return {"rows": len(self.rows), "lost": 0}
 
 
+def compile_something(folder, mode):
+    """Leave in Inductor's cache a graph, and a tuned kernel: without the plugin configured otherwise."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "cgraph.py").write_text(
+        "# of " + str(folder) + "\ndef call(args):\n    return args\n"
+    )
+    (folder / "ckernel.py").write_text("def triton(args):\n    return args\n")
+    chosen = {
+        "XBLOCK": 64 if mode else 128,
+        "num_warps": 4,
+        "time_taken_ms": 3,
+        "configs_hash": "c",
+    }
+    (folder / "kernel.best_config").write_text(json.dumps(chosen))
+
+
 def main(words):
     options = dict(pairwise(words))
     Server.settings = json.loads(options.get("--additional-config", "{}")).get(
@@ -142,6 +159,8 @@ def main(words):
     )
     if Server.settings.get("mode") == "python_branch":
         sys.exit("PluginError: it does not start\n")
+    if cache := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
+        compile_something(Path(cache) / "ab", Server.settings.get("mode"))
     server = ThreadingHTTPServer(("127.0.0.1", int(options["--port"])), Server)
     print("INFO: Application startup complete.", flush=True)
     server.serve_forever()

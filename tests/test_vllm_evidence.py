@@ -11,6 +11,7 @@ from traced_graph import traced
 from fusion_evidence.lib.service.vllm_evidence import (
     INDEX,
     Evidence,
+    in_cache,
     launches,
     listing,
     prefill_identical,
@@ -125,6 +126,41 @@ def test_a_compilation_is_watched_and_written(tmp_path):
     assert (tmp_path / "kept" / "003_1-8.graph.txt").read_text() == listing(module)
     assert "relu" in (tmp_path / "kept" / "003_1-8.0.py").read_text()
     assert all(entries[0]["code"][0]["binaries"].values())
+
+
+GRAPH = """# from {folder}
+kernel = async_compile.triton('kernel', '/{folder}/ab/ckernel.py')
+def call(args):
+    return args
+"""
+
+
+def test_a_compilers_cache_is_read_without_the_names_of_its_files(tmp_path):
+    found = []
+    for name, block in (("one", 64), ("other", 128)):
+        folder = tmp_path / name / "ab"
+        folder.mkdir(parents=True)
+        (folder / "cgraph.py").write_text(GRAPH.format(folder=folder.parent))
+        (folder / "ckernel.py").write_text("def triton_(args):\n    return args\n")
+        chosen = {"XBLOCK": block, "num_warps": 4, "found_by_coordesc": False}
+        chosen |= {"configs_hash": "h", "time_taken_ms": block, "triton_cache_hash": "t"}
+        (folder / "kernel.best_config").write_text(json.dumps(chosen))
+        found.append(in_cache(folder.parent))
+    (one, chosen), (other, others) = found
+    assert len(one) == 1
+    assert one == other
+    assert chosen == {"kernel": {"XBLOCK": 64, "num_warps": 4}}
+    assert others == {"kernel": {"XBLOCK": 128, "num_warps": 4}}
+
+
+def test_what_cannot_be_read_of_a_cache_is_left_out(tmp_path):
+    assert in_cache(tmp_path) == in_cache(tmp_path / "nowhere") == ([], {})
+    (tmp_path / "ab").mkdir()
+    (tmp_path / "ab" / "open.py").write_text("def call(args:\n    (")
+    (tmp_path / "ab" / "bytes.py").write_bytes(b"def call(\xff")
+    (tmp_path / "ab" / "half.best_config").write_text('{"XBLOCK": ')
+    (tmp_path / "ab" / "list.best_config").write_text("[]")
+    assert in_cache(tmp_path) == ([], {})
 
 
 def test_the_kernels_of_a_graph_for_one_size_are_counted(tmp_path):

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+import tokenize
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
@@ -130,6 +132,39 @@ def launches(folder: Path, piece: int, tokens: int) -> int | None:
     _read(folder)
     files = sorted(folder.glob(f"{piece:03}_{tokens}-{tokens}.*.py"))
     return sum(generated_code.launches(file.read_text()) for file in files) if files else None
+
+
+_OF_THE_SEARCH = {"configs_hash", "found_by_coordesc", "triton_cache_hash"}
+"""What stands in a ``best_config`` beside the configuration, with times (``time_taken_ms``)."""
+
+
+def in_cache(folder: Path) -> tuple[list[str], dict[str, dict[str, Any]]]:
+    """What Inductor left in its cache: SHA-256 of every graph's code as `generated_code.normalized` has it,
+    sorted, each once; and of every kernel that was tuned, by the name that its source has there, the
+    configuration that the clock chose.
+
+    For servers that nothing of this project is loaded into. A file that cannot be read is left out.
+    """
+    code, chosen = set(), {}
+    for file in folder.glob("*/*.py"):
+        try:
+            text = file.read_text(encoding="utf-8").replace(str(folder), "cache")
+            if re.search(r"^\s*def call\(", text, re.MULTILINE):
+                code.add(hashlib.sha256(generated_code.normalized(text).encode()).hexdigest())
+        except (OSError, ValueError, SyntaxError, tokenize.TokenError):
+            continue
+    for file in folder.glob("*/*.best_config"):
+        try:
+            found = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        if isinstance(found, dict):
+            chosen[file.stem] = {
+                key: value
+                for key, value in sorted(found.items())
+                if key not in _OF_THE_SEARCH and not key.startswith("time_taken")
+            }
+    return sorted(code), dict(sorted(chosen.items()))
 
 
 def _same(one: GraphReport | None, other: GraphReport | None) -> dict[str, bool | None]:
