@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -12,9 +13,11 @@ import fake_vllm
 import numpy as np
 import pandas as pd
 import pytest
+import yaml
 from safetensors.numpy import load_file, save_file
 
 from fusion_evidence.kernels.numerics import Numerics, Reduction
+from fusion_evidence.lib import paths
 from fusion_evidence.lib.attribution.fingerprint import Fingerprint
 from fusion_evidence.lib.attribution.integration import Effect, Outcome
 from fusion_evidence.lib.service import vllm_findings as findings
@@ -23,7 +26,15 @@ from fusion_evidence.lib.service.metrics import Reply
 from fusion_evidence.lib.service.vllm_hook import KEY
 from fusion_evidence.lib.service.vllm_plugin import Settings as PluginSettings
 from fusion_evidence.lib.service.vllm_records import Calibrated, VllmRecords
-from fusion_evidence.lib.service.vllm_study import ARMS, ArmResult, Pass, Plan, Study, left_out
+from fusion_evidence.lib.service.vllm_study import (
+    ARMS,
+    ArmResult,
+    Pass,
+    Plan,
+    Study,
+    groups,
+    left_out,
+)
 
 SMALL = dict(
     python=sys.executable, version="0.25.1", on_device=False, requests=("r01", "r02"), new_tokens=5,
@@ -170,6 +181,38 @@ def test_a_finished_arm_is_taken_over_and_another_plan_starts_it_again(served, t
     assert not list(tmp_path.glob("*/*.safetensors"))
 
 
+def test_timed_arms_are_one_block_that_others_fill_up():
+    names = [name for name in ARMS if ARMS[name].later]
+    assert groups(names, 16) == [names]
+    every = yaml.safe_load((paths.PARAMETERS / "dcu.yaml").read_text())["07_vllm_service"]
+    asked, parallel = every["arms"], every["parallel"]
+    assert {name for name in ARMS if ARMS[name].model == "compact"} < set(asked)
+    timed = [name for name in asked if ARMS[name].timed]
+    made = groups(filter(lambda name: ARMS[name].later, asked), parallel)
+    assert (
+        made[0]
+        == timed
+        == [f"article_{name}" for name in ("native", "native_again", "integrated", "range")]
+    )
+    assert sorted(itertools.chain(*made)) == sorted(name for name in asked if ARMS[name].later)
+    assert all(len(group) <= parallel for group in made)
+    article = [[ARMS[name].model for name in group].count("article") for group in made]
+    assert max(article) * 13.5 < 64
+    filled = groups(["native", "off", "article_native", "article_range", "per_op"], 3)
+    assert filled == [["native", "article_native", "article_range"], ["off", "per_op"]]
+    assert groups(["native", "off", "per_op"], 2) == [["native", "off"], ["per_op"]]
+
+
+def test_more_timed_arms_than_servers_at_a_time_are_one_error_before_any_starts(tmp_path):
+    lines: list[str] = []
+    study = Study(plan(parallel=2), tmp_path, lines.append)
+    with pytest.raises(
+        ValueError, match=r"parallel: 2 .* article_native, article_off, article_range; "
+    ):
+        study.run(["native", "article_off", "article_native", "article_range"])
+    assert (lines, study.results) == ([], {})
+
+
 # --- what they are started with
 
 
@@ -247,7 +290,7 @@ def test_the_same_plan_asks_the_same(tmp_path):
 
 def test_what_a_machine_cannot_run_is_named():
     assert left_out(ARMS, "cuda") == {}
-    assert set(left_out(ARMS, "dcu")) == {"article_absent"}
+    assert set(left_out(ARMS, "dcu")) == {"article_absent", "article_absent_again"}
     on_cpu = left_out(ARMS, "cpu")
     assert "DYNAMO_TRACE_ONCE" in on_cpu["integrated"]
     assert {name for name in ARMS if ARMS[name].model == "article"} < set(on_cpu)
@@ -351,16 +394,162 @@ def test_a_saving_is_of_pairs_and_beside_its_prediction():
     saved = findings.saved(times["article_native"], times["article_integrated"])
     assert saved.value == pytest.approx(200, abs=1e-3)
     assert saved.high - saved.low < 1e-3
-    assert findings.turn_texts(results) == {"integrated": (0, 12)}
     near, far = Effect(190, 185, 195), Effect(100, 95, 105)
     assert findings.saving_verdict(saved, near, "01", 5.0)[0] == "PASS"
+    assert findings.saving_verdict(saved, near, "01", 40.0)[0] == "PASS_WITH_LIMITATIONS"
+    assert findings.saving_verdict(saved, Effect(170, 169, 171), "01", 20.0)[0] == "INCONCLUSIVE"
     assert findings.saving_verdict(saved, far, "01", 5.0)[0] == "FAIL"
     assert findings.saving_verdict(saved, near, "01", 300.0)[0] == "INCONCLUSIVE"
     assert findings.saving_verdict(saved, None, "no 01", 5.0) == ("NOT_RUN", "no 01")
     with pytest.raises(ValueError, match="three rounds"):
         findings.saved(times["article_native"][:2], times["article_integrated"][:2])
-    assert findings.nothing_verdict(Effect(1, -1, 3), Effect(0, -2, 2))[0] == "PASS"
-    assert findings.nothing_verdict(Effect(9, 8, 10), Effect(0, -2, 2))[0] == "FAIL"
+
+
+def test_a_difference_is_held_against_servers_of_the_same_kind():
+    drift = np.linspace(0, 1, 12)
+    tpots = dict(
+        native=4, native_again=4.01, plain=3.9, plain_again=3.92, absent=3.93, absent_again=3.9, range=3.8
+    )  # fmt: skip
+    results = {}
+    for mode, ms in tpots.items():
+        results |= turn(f"article_{mode}", ms + drift)
+    effects = findings.savings(findings.in_turn(results, 1))
+    values = {name: round(effect.value) for name, effect in effects.items()}
+    assert values == {
+        "native_again": -10, "plain": 100, "plain_again": 80, "absent": 70, "absent_again": 100,
+        "range": 200, "plain_again, against plain": -20, "absent_again, against absent": 30,
+        "plain, against absent": 5, "range, against absent": 115,
+    }  # fmt: skip
+    assert findings.floor_of(effects) == pytest.approx(30, abs=0.1)
+    assert findings.floor_of({"range": effects["range"]}) is None
+    ratio = findings.kept(Effect(46, 43, 49), Effect(50, 50, 50), 11)
+    assert (ratio.value, ratio.low, ratio.high) == pytest.approx((0.92, 0.64, 1.2))
+    assert findings.net_verdict(Effect(40, 35, 45), 30.0)[0] == "PASS"
+    assert findings.net_verdict(Effect(40, 25, 45), 30.0)[0] == "INCONCLUSIVE"
+    assert findings.net_verdict(Effect(-20, -25, -15), 30.0)[0] == "INCONCLUSIVE"
+    assert findings.net_verdict(Effect(-40, -45, -35), 30.0)[0] == "FAIL"
+    short = findings.in_turn(
+        {name: one.model_copy(update={"passes": one.passes[:2]}) for name, one in results.items()},
+        1,
+    )
+    assert findings.savings(short) == {}
+
+
+def bare(*code, **chosen):
+    """Results of the four bare servers, with these hashes of code; the first kind's, then the other's."""
+    names = ("plain", "plain_again", "absent", "absent_again")
+    each = zip(names, code, strict=True)
+    return {
+        f"article_{name}": ArmResult(name=name, code=list(graphs), chosen=chosen.get(name, {}))
+        for name, graphs in each
+    }
+
+
+def test_switched_off_is_the_same_code_and_no_slower_than_an_equal_server():
+    small, large = Effect(-5, -6, -4), Effect(-20, -25, -15)
+
+    def verdict(results, effect):
+        return findings.off_verdict(results, effect, 10.0)[0]
+
+    same = bare("ab", "ab", "ab", "ab")
+    assert verdict(same, small) == verdict(same, Effect(-20, -50, 10)) == "PASS"
+    assert verdict(same, large) == "FAIL"
+    assert verdict(bare("ab", "", "", "ab"), small) == "PASS"
+    assert verdict(bare("ab", "ab", "", ""), small) == "PASS_WITH_LIMITATIONS"
+    assert verdict(bare("ab", "ac", "ab", "ab"), small) == "PASS_WITH_LIMITATIONS"
+    assert verdict(bare("ab", "ab", "", ""), large) == "FAIL"
+    assert verdict(bare("ab", "ab", "ac", "ac"), small) == "FAIL"
+    why = findings.off_verdict(bare("ab", "ab", "ac", "ac"), small, 10.0)[1]
+    assert "2 of 3 graphs are of one kind alone" in why
+
+
+def test_configurations_that_the_clock_chose_are_counted_in_each_pair():
+    one, other = {"k": {"XBLOCK": 1}, "l": {"XBLOCK": 1}}, {"k": {"XBLOCK": 2}, "l": {"XBLOCK": 1}}
+    found = findings.configurations(
+        bare("a", "a", "a", "a", plain=one, plain_again=other, absent=one | {"m": {}})
+    )
+    assert found == {
+        ("plain", "plain_again"): (1, 2),
+        ("plain", "absent"): (0, 2),
+        ("plain_again", "absent"): (1, 2),
+    }
+
+
+def test_timed_servers_leave_their_turns_and_what_was_compiled(fake, tmp_path):
+    study = Study(plan(rounds=3, turn_s=1.0, article_tokens=3), tmp_path, lambda line: None)
+    study.checkpoints()
+    names = [f"article_{name}" for name in ("native", "plain", "absent")]
+    study.run(names)
+    assert {name: one.error for name, one in study.results.items()} == dict.fromkeys(names, "")
+    times = findings.in_turn(study.results, 1)
+    assert {name: len(turns) for name, turns in times.items()} == dict.fromkeys(names, 3)
+    native, plain, absent = (study.results[name] for name in names)
+    assert (native.code, native.chosen) == ([], {})  # it writes its graphs down itself
+    assert len(plain.code) == 1
+    assert plain.code == absent.code
+    assert plain.chosen == {"kernel": {"XBLOCK": 64, "num_warps": 4}}
+    assert findings.configurations(study.results) == {("plain", "absent"): (1, 1)}
+
+
+# --- the article's stack
+
+
+@pytest.fixture(scope="module")
+def stack(fake, tmp_path_factory):
+    study = Study(plan(article_sizes=(1, 2)), tmp_path_factory.mktemp("stack"), lambda line: None)
+    study.checkpoints()
+    numerics = "fp32_through, 1x16x4 sequential, contraction none"
+    study.numerics["article"] = {"1": numerics, "2": numerics}
+    study.run(["article_observed", "article_operator", "article_checked"])
+    return study
+
+
+def rewritten(study, name, change):
+    file = study.file(name, "calibration")
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata_of(file))
+
+
+def test_the_articles_stack_is_compared_where_its_history_is_the_same(stack, tmp_path):
+    shutil.copytree(stack.folder, tmp_path, dirs_exist_ok=True)
+    study = Study(stack.plan, tmp_path, lambda line: None)
+    study.results |= stack.results
+    assert not any(one.error for one in study.results.values())
+    frame, other = (findings.of_the_stack(study, f"article_{n}") for n in ("checked", "operator"))
+    by = frame.groupby("at_a_time")
+    rows = len(VllmRecords(study.file("article_checked", "calibration")).index)
+    assert by.records.sum()["1"] == 2 * 3 * rows // 2  # layers, tensors, half of the passes
+    assert by.layer.nunique().to_dict() == {"1": 2, "any": 1}
+    assert set(frame[frame.at_a_time == "any"].tokens) == {1}
+    word, why = findings.stack_verdict(study, frame, other)
+    assert word == "PASS_WITH_LIMITATIONS"
+    assert "no records at T = 2" in why
+    only_one = Study(plan(), tmp_path, print)
+    assert findings.stack_verdict(only_one, frame, other)[0] == "PASS_WITH_LIMITATIONS"
+    wrong = other.assign(differing=other.records)
+    assert findings.stack_verdict(only_one, frame, wrong)[0] == "PASS"
+    assert findings.stack_verdict(only_one, wrong, wrong)[0] == "FAIL"
+    assert findings.stack_verdict(only_one, frame[:0], wrong) == findings.NOTHING
+
+    def later(tensors):  # of several at a time, in a layer that has another history
+        tensors["layers.1.q"][rows // 2 :] += 1
+
+    rewritten(study, "article_checked", later)
+    assert findings.of_the_stack(study, "article_checked").differing.sum() == 0
+
+    def alone(tensors):
+        tensors["layers.1.q"][: rows // 2] += 1
+
+    rewritten(study, "article_checked", alone)
+    assert findings.of_the_stack(study, "article_checked").differing.sum() == rows // 2
+
+    def others(tensors):
+        tensors["layers.0.v"][:1] += 4096
+
+    rewritten(study, "article_checked", others)
+    with pytest.raises(ValueError, match="recorded other rows"):
+        findings.of_the_stack(study, "article_checked")
 
 
 def test_a_round_that_one_server_did_not_finish_counts_for_none():

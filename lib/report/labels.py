@@ -217,8 +217,8 @@ CLAIMS: dict[str, tuple[str, str]] = {
         "vLLM 为单一大小编译的图会读错位置",
     ),
     "off_costs_nothing": (
-        "the plugin, switched off, costs nothing",
-        "插件关闭时没有可测的开销",
+        "the plugin, switched off, changes no code and costs nothing",
+        "插件关闭时生成代码不变，也没有可测的开销",
     ),
 }
 
@@ -299,6 +299,10 @@ FIGURES: dict[str, tuple[str, str]] = {
     "service_saving": (
         "saving per token realised in the vLLM service",
         "vLLM 服务每 token 的实际节省",
+    ),
+    "service_saving_net": (
+        "the same against a vLLM without the plugin",
+        "同上，相对不加载插件的 vLLM",
     ),
     "service_texts": ("texts changed in the vLLM service", "vLLM 服务中的文本改变数"),
     "tpot_candidate": (

@@ -284,7 +284,9 @@ SERVICE = (
     Needed("07_vllm_service", "marker_exact", "integrated"),
     Needed("07_vllm_service", "prefill_untouched", "integrated"),
     Needed("07_vllm_service", "test_can_see"),
-    Needed("07_vllm_service", "saving_as_predicted"),
+    Needed("07_vllm_service", "integrated_exact", "article"),
+    Needed("07_vllm_service", "marker_exact", "article_integrated"),
+    Needed("07_vllm_service", "saving_as_predicted", "integrated"),
 )
 
 
@@ -591,6 +593,10 @@ FIGURES = (
     Spec(
         "service_saving", "endpoint", _07, "tpot_saving",
         {"mode": "integrated", "concurrency": 1}, "us", claim="saving_as_predicted",
+    ),
+    Spec(
+        "service_saving_net", "endpoint", _07, "tpot_saving",
+        {"mode": "integrated, against absent", "concurrency": 1}, "us", claim="net_saving",
     ),
     Spec(
         "service_tpot", "endpoint", _07, "tpot",

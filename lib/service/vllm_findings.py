@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -65,6 +66,10 @@ class Count:
     expected: tuple[int, int | None] | None
     steps: int | None
     method: str
+
+    @property
+    def arm(self) -> str:
+        return f"article_{self.mode}" if self.model == "article" else self.mode
 
     @property
     def share(self) -> float | None:
@@ -258,10 +263,14 @@ def boundary_verdict(study: Study, name: str) -> Said:
         frame = differences(study, name)
     except (OSError, ValueError) as error:
         return "INCONCLUSIVE", str(error)
-    most = max(study.plan.sizes)
-    part = frame[(frame.tokens > most) | (frame.tokens == 0)]
-    differing, of = int(part.differing.sum()), int(part.records.sum())
-    return ("FAIL" if differing else "PASS"), f"{differing:,} of {of:,} prefill records differ"
+    prefill = (frame.tokens > max(study.plan.sizes)) | (frame.tokens == 0)
+    (differing, of), (others, of_others) = (
+        (int(part.differing.sum()), int(part.records.sum()))
+        for part in (frame[prefill], frame[~prefill])
+    )
+    said = f"{differing:,} of {of:,} prefill records differ; "
+    said += f"not judged: {others:,} of {of_others:,} decode records do"
+    return ("FAIL" if differing else "PASS"), said
 
 
 def changed_choices(results: Mapping[str, ArmResult], name: str) -> tuple[int, int]:
@@ -285,6 +294,66 @@ def by_size(study: Study, name: str, baseline: str = "native") -> pd.DataFrame:
     kept = frame[own & frame.tokens.isin(sizes)]
     columns = ["records", "differing", "elements", "mismatches"]
     return kept.groupby("tokens", as_index=False)[columns].sum()
+
+
+def of_the_stack(study: Study, name: str) -> pd.DataFrame:
+    """How an arm of the article's shape differs from the baseline that it was calibrated on.
+
+    Of what both were forced to say, only what has the same history in both: requests that came one at a
+    time in every layer, prompts and decode; of any number at a time, which a server batches as they come,
+    the first layer at each size that is compiled for, since nothing but the prologue ran before it.
+
+    Returns `vllm_records.compare`'s columns and ``at_a_time`` (``1`` or ``any``). OSError, ValueError:
+    there are no such records, or not the same rows.
+    """
+    baseline, sizes = OPERATORS["article"][0], study.plan.sizes_of("article")
+    files = [study.file(one, "calibration") for one in (baseline, name)]
+    for one in (baseline, name):
+        if lost := study.results[one].records.get("calibration", {}).get("lost", 0):
+            raise ValueError(f"{one}: {lost} rows did not fit")
+    a, b = map(vllm_records.VllmRecords, files)
+    asked, uneven = divmod(len(a.index), len(sizes))
+    if uneven or len(a.index) != len(b.index) or (a.shape, a.layers) != (b.shape, b.layers):
+        raise ValueError(f"{baseline} and {name} did not record the same rows")
+    rows = vllm_records.matched(a, b)
+    rows = rows[rows.tokens.isin(sizes)]
+    if rows.empty:
+        raise ValueError(f"{baseline} and {name} have no row of such a size in common")
+    parts = [vllm_records.compared(a, b, rows, a.layers[:1]).assign(at_a_time="any")]
+    if 1 in sizes:  # each size has all requests anew, in that order
+        pass_ = slice(first := asked * sizes.index(1), first + asked)
+        mine, theirs = (
+            one.index.iloc[pass_][["tokens", "positions", "v"]].reset_index() for one in (a, b)
+        )
+        if not mine.equals(theirs):
+            raise ValueError(f"{baseline} and {name}, one at a time, recorded other rows")
+        alone = mine.assign(one=mine["index"], other=mine["index"])
+        parts.insert(0, vllm_records.compared(a, b, alone).assign(at_a_time="1"))
+    return pd.concat(parts, ignore_index=True)
+
+
+def stack_verdict(study: Study, frame: pd.DataFrame, control: pd.DataFrame) -> Said:
+    """No record of `of_the_stack` differs, at any size, where another server's, rounded otherwise, do."""
+    if frame.empty:
+        return NOTHING
+    said = [_counted(frame), f"{OPERATORS['article'][1]}, rounded otherwise: {_counted(control)}"]
+    missed = set(study.plan.sizes_of("article")) - set(frame.tokens)
+    said += [f"no records at T = {', '.join(map(str, sorted(missed)))}"] * bool(missed)
+    if frame.differing.sum():
+        return "FAIL", "; ".join(said)
+    whole = control.differing.any() and not missed and "1" in set(frame.at_a_time)
+    return ("PASS" if whole else "PASS_WITH_LIMITATIONS"), "; ".join(said)
+
+
+def _counted(frame: pd.DataFrame) -> str:
+    """What differs of how many, of `of_the_stack`."""
+    said = []
+    for at_a_time, part in frame.groupby("at_a_time"):
+        sizes, layers = sorted(part.tokens.unique()), part.layer.nunique()
+        where = "1 layer" if layers == 1 else f"{layers} layers"
+        counts = f"{part.differing.sum():,} of {part.records.sum():,} records"
+        said.append(f"{at_a_time} at a time, {where}, T = {', '.join(map(str, sizes))}: {counts}")
+    return ", ".join(said) + " differ"
 
 
 # --- calibration
@@ -367,13 +436,14 @@ def calibration_verdict(found: Calibrated | None, least: int) -> Said:
 
 
 def untouched(study: Study, name: str, baseline: str = "native") -> pd.DataFrame:
-    """`vllm_evidence.prefill_identical`, without the ranges that are to be the kernel's.
+    """`vllm_evidence.prefill_identical`, without the ranges that only ``name`` is to have the kernel in.
 
     OSError, ValueError: one of the servers wrote nothing down, or other ranges.
     """
     frame = vllm_evidence.prefill_identical(study.graphs(baseline), study.graphs(name))
     inside = (frame["first"] == frame["last"]) & (frame["last"] <= ARMS[name].last)
-    taken = inside if ARMS[name].mode == "integrated" else inside & False
+    kernels = [ARMS[one].last * (ARMS[one].mode == "integrated") for one in (name, baseline)]
+    taken = inside if kernels[0] != kernels[1] else inside & False
     return frame[~taken]
 
 
@@ -432,43 +502,116 @@ def saved(slow: np.ndarray, fast: np.ndarray, resamples: int = 4000, seed: int =
     return Effect(float(np.median(difference)), float(low), float(high), len(difference))
 
 
-def saving_verdict(realised: Effect, expected: Effect | None, why: str, noise: float) -> Said:
+EQUAL = (("native", "native_again"), ("plain", "plain_again"), ("absent", "absent_again"))
+"""Timed arms that are the same server twice."""
+PLAIN, ABSENT = EQUAL[1:]
+AGAINST_ABSENT = {"plain": PLAIN, "integrated": ("integrated",), "range": ("range",)}
+"""What is also held against the mean of the servers without the plugin, by mode."""
+
+
+def savings(times: Mapping[str, np.ndarray]) -> dict[str, Effect]:
+    """By mode, what each timed arm saves against ``native``, from `in_turn`'s times; as ``<mode>, against
+    absent``, see `AGAINST_ABSENT`; and of other equal servers, as ``<again>, against <mode>``. Nothing of
+    fewer than three rounds."""
+
+    def mean(modes: Sequence[str]) -> np.ndarray:
+        found = [times.get(f"article_{mode}", np.array([])) for mode in modes]
+        return np.mean(found, axis=0) if all(map(len, found)) else np.array([])
+
+    modes = [name.removeprefix("article_") for name in times]
+    held: dict[str, tuple[Sequence[str], Sequence[str]]] = {
+        mode: (["native"], [mode]) for mode in modes if mode != "native"
+    }
+    held |= {f"{again}, against {one}": ([one], [again]) for one, again in (PLAIN, ABSENT)}
+    held |= {f"{mode}, against absent": (ABSENT, arms) for mode, arms in AGAINST_ABSENT.items()}
+    means = {name: (mean(slow), mean(fast)) for name, (slow, fast) in held.items()}
+    return {
+        name: saved(slow, fast)
+        for name, (slow, fast) in means.items()
+        if len(slow) == len(fast) >= 3
+    }
+
+
+def floor_of(effects: Mapping[str, Effect]) -> float | None:
+    """The farthest that an interval of equal servers reaches from zero; None where there are no two."""
+    names = [EQUAL[0][1], *(f"{again}, against {one}" for one, again in (PLAIN, ABSENT))]
+    equal = [effects[name] for name in names if name in effects]
+    return max((max(abs(one.low), abs(one.high)) for one in equal), default=None)
+
+
+def kept(realised: Effect, expected: Effect, floor: float) -> Effect:
+    """Their ratio. Each server is faster or slower by an offset of its own, which more rounds do not
+    average out: so the interval reaches ``floor`` microseconds farther at both ends."""
+    wide = Effect(realised.value, realised.low - floor, realised.high + floor, realised.n)
+    return over(wide, expected)
+
+
+def saving_verdict(realised: Effect, expected: Effect | None, why: str, floor: float) -> Said:
     """Between 0.9 and 1.15 of what was predicted, where that can be told from nothing."""
     if expected is None:
         return "NOT_RUN", why
-    ratio = over(realised, expected)
+    ratio = kept(realised, expected, floor)
     said = (
-        f"{realised} of {expected}: {ratio.value:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]; A/A "
-        f"within {noise:.1f} us; {why}"
+        f"{realised} of {expected}: {ratio.value:.2f} [{ratio.low:.2f}, {ratio.high:.2f}] with equal "
+        f"servers' {floor:.1f} us; {why}"
     )
-    if noise >= abs(realised.value):
+    if floor >= abs(realised.value):
         return "INCONCLUSIVE", said
     return as_predicted(ratio), said
 
 
-def nothing_verdict(effect: Effect, noise: Effect) -> Said:
-    """An arm costs nothing: its difference is no larger than that of two equal servers, or its interval
-    holds zero."""
-    within = max(abs(noise.low), abs(noise.high))
-    said = f"{effect} a token; two equal servers: {noise}"
-    if effect.low <= 0 <= effect.high or abs(effect.value) <= within:
+def net_verdict(effect: Effect, floor: float) -> Said:
+    """More is saved against servers that do not load the plugin than equal servers differ by."""
+    said = f"{effect} a token; equal servers within {floor:.1f} us"
+    if effect.low > floor:
         return "PASS", said
-    return "FAIL", said
+    return ("FAIL" if effect.high < -floor else "INCONCLUSIVE"), said
 
 
-def noise_of(effects: Iterable[Effect]) -> float:
-    """The farthest that an interval of equal servers reaches from zero."""
-    return max((max(abs(one.low), abs(one.high)) for one in effects), default=0.0)
+def off_verdict(results: Mapping[str, ArmResult], effect: Effect, floor: float) -> Said:
+    """The plugin, switched off, changes no generated code and takes no time: the difference is no larger
+    than that of equal servers, or its interval holds zero."""
+    same, code = same_code(results)
+    said = f"{code}; {effect} a token; equal servers within {floor:.1f} us"
+    if same is False or not (effect.low <= 0 <= effect.high or abs(effect.value) <= floor):
+        return "FAIL", said
+    return ("PASS" if same else "PASS_WITH_LIMITATIONS"), said
 
 
-def turn_texts(results: Mapping[str, ArmResult]) -> dict[str, tuple[int, int]]:
-    """Timed arm -> (texts that are not ``article_native``'s, of how many), one request at a time."""
-    base = results.get("article_native")
+def same_code(results: Mapping[str, ArmResult]) -> tuple[bool | None, str]:
+    """Whether Inductor generated the same with the plugin, switched off, and without; None where nothing
+    of one kind was read, or servers of one kind differ."""
+    kinds = [[results[f"article_{mode}"].code for mode in modes] for modes in (PLAIN, ABSENT)]
+    read = [[code for code in kind if code] for kind in kinds]
+    if not all(read):
+        return None, "generated code: nothing to compare"
+    if any(code != kind[0] for kind in read for code in kind):
+        return None, "generated code: servers of one kind differ, so kinds cannot be compared"
+    plain, absent = (set(kind[0]) for kind in read)
+    if alone := plain ^ absent:
+        of = len(plain | absent)
+        return False, f"generated code: {len(alone)} of {of} graphs are of one kind alone"
+    return True, f"generated code: all {len(plain)} graphs the same"
+
+
+def pairs(times: Mapping[str, np.ndarray]) -> list[tuple[str, str]]:
+    """Timed arms, two and two, whose code ought to be the same: equal ones, and those with the plugin off
+    beside those without it. Of those that have three rounds or more."""
+    every = [EQUAL[0], *itertools.combinations((*PLAIN, *ABSENT), 2)]
+    return [
+        pair for pair in every if all(len(times.get(f"article_{mode}", ())) >= 3 for mode in pair)
+    ]
+
+
+def configurations(results: Mapping[str, ArmResult]) -> dict[tuple[str, str], tuple[int, int]]:
+    """Two bare timed arms -> (kernels that the clock gave another configuration, of those that both tuned).
+    Pairs that share no kernel are left out."""
+    bare = [mode for mode in (*PLAIN, *ABSENT) if f"article_{mode}" in results]
     found = {}
-    for name, result in results.items():
-        if base is not None and ARMS[name].timed and result is not base:
-            changes = regression.text_changes(base.replies(1, None), result.replies(1, None))
-            found[name.removeprefix("article_")] = int(changes.changed.sum()), len(changes)
+    for one, other in itertools.combinations(bare, 2):
+        a, b = (results[f"article_{mode}"].chosen for mode in (one, other))
+        if both := a.keys() & b.keys():
+            found[one, other] = sum(a[kernel] != b[kernel] for kernel in both), len(both)
     return found
 
 
@@ -479,11 +622,12 @@ def record_times(
     result: ArmResult,
     not_comparable: str | None = None,
 ) -> None:
-    """Record ``tpot`` and ``ttft`` of the first pass at each concurrency, in milliseconds, and TTFT's
-    parts: ``queue`` and ``prefill`` by vLLM's own statistics, ``first_call`` as the very first request's
-    excess over the same one later."""
+    """Record ``tpot`` and ``ttft`` of the first pass at each concurrency, in milliseconds; TTFT's parts
+    ``queue`` and ``prefill`` by vLLM's own statistics; and, of another request and so no part of that
+    mean, ``first_call``: the very first request's excess over the same one later."""
     for one in result.passes:
         common: dict[str, Any] = dict(mode=mode, model=model, concurrency=one.concurrency)
+        common["not_comparable"] = not_comparable
         if one.turn or not any(reply.completed for reply in one.replies):
             continue
         for row in summarize(one.replies).itertuples():
@@ -495,7 +639,6 @@ def record_times(
                     low=row.low,  # type: ignore[arg-type]
                     high=row.high,  # type: ignore[arg-type]
                     n=row.n,  # type: ignore[arg-type]
-                    not_comparable=not_comparable,
                     stat=row.stat,
                     **(common | ({"part": "all"} if row.metric == "ttft" else {})),
                 )

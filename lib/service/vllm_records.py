@@ -108,10 +108,12 @@ def compare(a: Path, b: Path) -> pd.DataFrame:
     return compared(one, other, rows)
 
 
-def compared(one: VllmRecords, other: VllmRecords, rows: pd.DataFrame) -> pd.DataFrame:
-    """As `compare`, of the ``rows`` that `matched` found, one or more."""
+def compared(
+    one: VllmRecords, other: VllmRecords, rows: pd.DataFrame, layers: Sequence[str] | None = None
+) -> pd.DataFrame:
+    """As `compare`, of the ``rows`` that `matched` found, one or more. layers: by default all."""
     found = []
-    for layer in one.layers:
+    for layer in one.layers if layers is None else layers:
         for tensor in TENSORS:
             left = _bits(one, layer, tensor, rows.one)
             differs = (left != _bits(other, layer, tensor, rows.other)).sum(-1)

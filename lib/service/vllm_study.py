@@ -33,7 +33,7 @@ from fusion_evidence.kernels.numerics import Numerics, Reduction
 from fusion_evidence.kernels.shapes import AttentionShape, preset
 from fusion_evidence.lib import paths
 from fusion_evidence.lib.report.evidence import source_hashes, write_text
-from fusion_evidence.lib.service import vllm_checkpoint, vllm_records
+from fusion_evidence.lib.service import vllm_checkpoint, vllm_evidence, vllm_records
 from fusion_evidence.lib.service.arms import parse_numerics
 from fusion_evidence.lib.service.endpoint import Endpoint, EndpointError, serve
 from fusion_evidence.lib.service.metrics import Reply
@@ -128,11 +128,14 @@ ARMS = {
         _compact("integrated_range", "integrated", "calibrated, in every decode graph", **_FUSED),
         Arm("article_observed", "article", "native", "to calibrate on", calibrating=True),
         Arm("article_operator", "article", "opaque_eager", "its projections", **_OPERATOR),
+        Arm("article_checked", "article", "integrated", "calibrated and recorded", **_FUSED),
         _timed("native", "native", "PyTorch code, for Inductor to fuse"),
         _timed("native_again", "native", "the same from nothing"),
         _timed("off", "off", "as vLLM has it: upstream's fused kernel"),
         _timed("plain", "off", "the plugin loaded, switched off, and nothing else", bare=True),
+        _timed("plain_again", "off", "the same from nothing", bare=True),
         _timed("absent", "", "a vLLM that does not load the plugin", bare=True),
+        _timed("absent_again", "", "the same from nothing", bare=True),
         _timed(
             "integrated", "integrated", "calibrated, in the graph of one token", kernel="calibrated"
         ),
@@ -178,6 +181,28 @@ def left_out(arms: Iterable[str], profile: str, by_range: bool = False) -> dict[
     return found
 
 
+def groups(arms: Iterable[str], parallel: int) -> list[list[str]]:
+    """These arms, ``parallel`` servers or fewer at a time: all timed ones in the first group, as they are
+    compared turn by turn, and others as far as there is room beside them.
+
+    ValueError: more timed ones than that.
+    """
+    chosen = set(arms)
+    names = [name for name in ARMS if name in chosen]
+    timed = [name for name in names if ARMS[name].timed]
+    if len(timed) > parallel:
+        raise ValueError(
+            f"parallel: {parallel} servers at a time, and these {len(timed)} are timed in turn, so all "
+            f"have to be up: {', '.join(timed)}; raise parallel, or leave some of them out of arms"
+        )
+    others = [name for name in names if name not in timed]
+    room = parallel - len(timed)
+    first, rest = {*timed, *others[:room]}, others[room:]
+    found = [[name for name in names if name in first]]
+    found += [rest[at : at + parallel] for at in range(0, len(rest), parallel)]
+    return [group for group in found if group]
+
+
 def shape_of(model: Model) -> AttentionShape:
     return ARTICLE if model == "article" else preset("compact")
 
@@ -194,7 +219,7 @@ class Plan(BaseModel):
     sizes: T that are compiled for alone, and captured. attention: vLLM's backend; empty: its choice.
     rounds, turn_s: of the timed arms, each once a round, until as many rounds have passed (a third of them
     with several requests at a time), or their share of the seconds.
-    parallel: servers at a time. ready_s: for a server to answer in.
+    parallel: servers at a time, see `groups`. ready_s: for a server to answer in.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -349,8 +374,8 @@ class Pass(BaseModel):
 class ArmResult(BaseModel):
     """What a server did. ready_s, line: when it answered, and the line that says so. first_s: TTFT of its
     very first request. records: by file, rows kept and lost. choices: of each forced request, the tokens
-    it would have said. graphs: compiled ranges written down. error: why it did not start, or where it
-    stopped."""
+    it would have said. graphs: compiled ranges written down. code, chosen: of a bare arm, see
+    `vllm_evidence.in_cache`. error: why it did not start, or where it stopped."""
 
     name: str
     key: str = ""
@@ -362,6 +387,8 @@ class ArmResult(BaseModel):
     records: dict[str, dict[str, int]] = {}
     choices: dict[str, list[int]] = {}
     graphs: int = 0
+    code: list[str] = []
+    chosen: dict[str, dict[str, Any]] = {}
     error: str = ""
 
     @property
@@ -381,11 +408,12 @@ class ArmResult(BaseModel):
 
 @dataclass
 class _Live:
-    """A server that answers; ends with its stack."""
+    """A server that answers; ends with its stack, and so does ``inductor``, its compiler's cache."""
 
     arm: Arm
     url: str
     folder: Path
+    inductor: Path
     result: ArmResult
     stack: ExitStack
 
@@ -405,10 +433,12 @@ class Study:
     def run(self, arms: Iterable[str]) -> dict[str, ArmResult]:
         """Start these arms, all at once as far as the plan has room, ask them, end them.
 
-        Arms that an earlier run finished are taken over; timed ones only all together.
+        Arms that an earlier run finished are taken over; timed ones only all together. ValueError: as
+        `groups`.
         """
         chosen = set(arms)
         wanted = [arm for name, arm in ARMS.items() if name in chosen]
+        groups(chosen, self.plan.parallel)
         kept = {arm.name: self._kept(arm) for arm in wanted}
         alone = any(kept[arm.name] is None for arm in wanted if arm.timed)
         todo = []
@@ -419,8 +449,8 @@ class Study:
             else:
                 self.results[arm.name] = found
                 self.say(f"{arm.name}: taken over, of {found.at}")
-        for first in range(0, len(todo), self.plan.parallel):
-            self._together(todo[first : first + self.plan.parallel])
+        for names in groups([arm.name for arm in todo], self.plan.parallel):
+            self._together([ARMS[name] for name in names])
         return {arm.name: self.results[arm.name] for arm in wanted}
 
     def file(self, arm: str, name: str) -> Path:
@@ -500,7 +530,7 @@ class Study:
                 ready_s=ready.seconds,
                 line=ready.line,
             )
-            return _Live(arm, ready.base_url, folder, result, stack.pop_all())
+            return _Live(arm, ready.base_url, folder, cache / "inductor", result, stack.pop_all())
 
     def checkpoints(self) -> None:
         """Write both models where all servers find them."""
@@ -662,6 +692,8 @@ class Study:
             self._recording(one, "calibration", self.plan.calibration(one.arm.model), sizes)
         if self.plan.ranged and not one.arm.bare and not one.arm.eager:
             one.result.graphs = ask_workers(one.url, "fusion_graphs")["graphs"]
+        if one.arm.bare:  # nothing in it writes its graphs down
+            one.result.code, one.result.chosen = vllm_evidence.in_cache(one.inductor)
 
     def _recording(
         self, one: _Live, name: str, requests: Sequence[Request], at_a_time: Iterable[int]
