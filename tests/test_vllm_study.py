@@ -413,7 +413,10 @@ def test_a_difference_is_held_against_servers_of_the_same_kind():
     results = {}
     for mode, ms in tpots.items():
         results |= turn(f"article_{mode}", ms + drift)
-    effects = findings.savings(findings.in_turn(results, 1))
+    times = findings.in_turn(results, 1)
+    assert len(findings.pairs(times)) == 7
+    assert set(findings.EQUAL) < set(findings.pairs(times))
+    effects = findings.savings(times)
     values = {name: round(effect.value) for name, effect in effects.items()}
     assert values == {
         "native_again": -10, "plain": 100, "plain_again": 80, "absent": 70, "absent_again": 100,
@@ -433,6 +436,7 @@ def test_a_difference_is_held_against_servers_of_the_same_kind():
         1,
     )
     assert findings.savings(short) == {}
+    assert findings.pairs(short) == []
 
 
 def bare(*code, **chosen):
