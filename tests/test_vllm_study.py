@@ -245,7 +245,7 @@ def test_compared_servers_have_the_same_sizes_and_timed_ones_record_nothing(tmp_
         assert words[name].count("X") == 1
         around = study._environment(arm, tmp_path)
         assert around["VLLM_USE_V2_MODEL_RUNNER"] == "0"
-        assert around["CUDA_VISIBLE_DEVICES"] == ("3" if arm.model == "compact" else "5")
+        assert around["CUDA_VISIBLE_DEVICES"] == ("5" if arm.timed else "3")
     assert study._environment(ARMS["article_absent"], tmp_path)["VLLM_PLUGINS"] == "none"
     assert "records" not in study._settings(ARMS["article_native"], tmp_path)
     assert study._settings(ARMS["article_plain"], tmp_path) == {"mode": "off"}

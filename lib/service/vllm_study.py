@@ -318,8 +318,8 @@ def _every_request() -> dict[str, Request]:
 
 
 def devices(visible: int, most: int = 0) -> tuple[str, ...]:
-    """GPUs by the names that CUDA_VISIBLE_DEVICES takes: the first for the compact model, another for the
-    article's shape; none where there is one, and all find it.
+    """GPUs by the names that CUDA_VISIBLE_DEVICES takes: the last for timed servers, which have it to
+    themselves, the first for all others; none where there is one, and all find it.
 
     visible: how many this process sees. most: to use of them; 0: two.
     """
@@ -597,7 +597,8 @@ class Study:
             words += ["--load-format", "dummy"]
         if plan.on_device:
             # A fixed cache: measuring what is free would measure the others, who start at the same time.
-            words += ["--kv-cache-memory-bytes", str(2**30), "--gpu-memory-utilization", "0.05"]
+            # Sixteen requests of 512 tokens of the article's shape are 512 MiB.
+            words += ["--kv-cache-memory-bytes", str(5 * 2**27), "--gpu-memory-utilization", "0.05"]
             words += ["--attention-backend", plan.attention] if plan.attention else []
         if plan.ranged and not arm.eager:
             sizes = list(plan.sizes_of(arm.model))
@@ -623,7 +624,7 @@ class Study:
         elif self.plan.by_range:
             around["VLLM_CPU_CI_ENV"] = "0"  # which would have Dynamo's eager backend compile
         if self.plan.devices:
-            device = self.plan.devices[0 if arm.model == "compact" else -1]
+            device = self.plan.devices[-1 if arm.timed else 0]
             around["CUDA_VISIBLE_DEVICES"] = device
         if not arm.mode:
             return around | {"VLLM_PLUGINS": "none"}
