@@ -396,9 +396,17 @@ def kernel_cleared(decode: Mapping[str, Compared], least: int | None) -> tuple[V
     """Did taking the kernel away leave the decode steps as they were? ``decode``: of each such pair."""
     if not decode:
         return Verdict.NOT_RUN, "no two arms have the same prefill, one with the kernel"
-    said = [equal(name, decode, least) for name in decode]
-    text = "; ".join(f"{name}: {why}" for name, (_, why) in zip(decode, said, strict=True))
-    return _worst([verdict for verdict, _ in said]), text
+    said = {name: equal(name, decode, least) for name in decode}
+    text = _after_each({name: why for name, (_, why) in said.items()})
+    return _worst([verdict for verdict, _ in said.values()]), text
+
+
+def _after_each(said: Mapping[str, str]) -> str:
+    """What is said of such pairs, once where it is the same, by their prefill."""
+    prefills: dict[str, list[str]] = {}
+    for name, why in said.items():
+        prefills.setdefault(why, []).append(name.partition("__")[0])
+    return "; ".join(f"after prefill {', '.join(names)}: {why}" for why, names in prefills.items())
 
 
 def _worst(verdicts: Sequence[Verdict]) -> Verdict:
@@ -566,8 +574,8 @@ def _kernel_and_fallback(
         if names := [name for name in decode if differ[name] is wanted]:
             kernel = kernels[names[0].rpartition("__")[2]]
             said.append(
-                f"{kernel[0].upper()}{kernel[1:]} and the fallback {verdict} the same decode steps after "
-                f"the same prefill ({'; '.join(f'{name}: {decode[name]}' for name in names)})."
+                f"{kernel[0].upper()}{kernel[1:]} and the fallback {verdict} the same decode steps "
+                f"({_after_each({name: str(decode[name]) for name in names})})."
             )
     against = {
         text: compared[arm].of_graph("decode")
