@@ -14,6 +14,7 @@ from fusion_evidence.lib.attribution import factorial as f
 from fusion_evidence.lib.attribution import verdicts as v
 from fusion_evidence.lib.attribution.factorial import Compared, Plan
 from fusion_evidence.lib.attribution.fingerprint import Fingerprint
+from fusion_evidence.lib.measure.timing import summarize
 from fusion_evidence.lib.report.evidence import Verdict
 from fusion_evidence.lib.service.arms import Arm
 from fusion_evidence.lib.service.graphs import GraphReport
@@ -72,8 +73,12 @@ def test_every_arm_differs_from_the_baseline_in_what_its_name_says(tmp_path):
     assert by_name["unrecorded"].record == "none"
     unrecorded, *others = FULL.alone(TOKENS)
     assert [one.name for one in unrecorded.beside] == ["again", "without_sdpa"]
-    assert [job.name for job in others] == ["without_workspace", "without_configurations"]
+    apart = ["without_workspace", "without_configurations"]
+    assert [job.name for job in others] == [*f.PINNED, *apart]
     assert all(job.decode_samples == 3 for job in (unrecorded, *others))
+    assert {job.record for job in others if job.pins == f.PINS} == {"none"}
+    in_turn = replace(FULL, unpinned=["sdpa"]).alone(TOKENS)
+    assert [job.name for job in in_turn] == ["unrecorded"], "none is timed in a process of its own"
     assert by_name["padded"].forced == {"r03": [7, 8]}
     assert by_name["opaque_eager__fused"].forced == TOKENS
 
@@ -220,6 +225,12 @@ def test_the_kernel_is_compared_with_the_fallback_after_the_same_prefill(ran):
     assert verdict is Verdict.FAIL
     assert f"{one.differing} of 8 records differ (" in why
     assert v.kernel_cleared({}, 0)[0] is Verdict.NOT_RUN
+    two = {
+        f"{prefill}__opaque_eager / {prefill}__fused": c
+        for prefill in "ab"
+        for c in decode.values()
+    }
+    assert v.kernel_cleared(two, 0)[1] == why.replace("opaque_eager", "a, b")
 
 
 def test_comparing_in_processes_gives_the_same(ran, compared):
@@ -286,9 +297,62 @@ def test_a_difference_of_code_is_named():
         "prefill: source equal, 1 of 1 kernels configured differently (k1 R0 8 -> 16), "
         "machine code of 1 kernels differs"
     )
+    assert other.brief == "prefill: source equal, 1 of 1 kernels configured differently"
     assert f.code_difference(one, again, "prefill") is None
     unknown = {"prefill": report("prefill", source="y", code=None)}
     assert str(f.code_difference(one, unknown, "prefill")) == "prefill: source different"
+
+
+def test_a_kernels_name_is_shortened_to_what_tells_it_apart():
+    assert f._short("triton_per_fused__to_copy_mean_pow_view_13") == "triton_per_..._13"
+    assert f._short("cpp_fused_mean_0") == "cpp_fused_mean_0"
+
+
+# --- what a pin costs
+
+
+def timed(tmp_path, **times: float) -> JobResult:
+    """A result in which each of these decode steps took so many us, give or take 1 %."""
+    name = next(iter(times))
+    spread = [1 + 0.01 * (i - 4) / 4 for i in range(9)]
+    found = {
+        one: summarize([us * s for s in spread], "x, arms interleaved") for one, us in times.items()
+    }
+    return JobResult(job=f.jobs(["baseline"], name=name)[0], folder=tmp_path, decode_times=found)
+
+
+def test_a_pin_is_held_against_a_step_timed_in_the_same_way(tmp_path):
+    one, other = f.PINNED
+    results = {
+        f.UNRECORDED: timed(tmp_path, unrecorded=100, again=101, without_sdpa=50),
+        one: timed(tmp_path, pinned_1=200),
+        other: timed(tmp_path, pinned_2=180),
+        "without_workspace": timed(tmp_path, without_workspace=100),
+        "baseline": timed(tmp_path, baseline=1),
+    }
+    found = {(one.pin, one.how): one for one in v.pin_costs(results)}
+    assert list(found) == [
+        ("none (A/A)", "in turn"),
+        ("sdpa", "in turn"),
+        ("none (A/A)", "own process"),
+        ("workspace", "own process"),
+    ]
+    sdpa, workspace = found["sdpa", "in turn"], found["workspace", "own process"]
+    assert (sdpa.value, workspace.value) == pytest.approx((100, 100))
+    assert sdpa.low <= sdpa.value <= sdpa.high
+    assert sdpa.floor == found["none (A/A)", "in turn"].floor == pytest.approx(100 / 101)
+    assert sdpa.not_comparable is found[v.NO_PIN, "own process"].not_comparable is None
+    assert (sdpa.method, workspace.method) == ("x, arms interleaved", "x, alone in its process")
+    assert workspace.floor == pytest.approx(100 / 9, rel=0.2)
+    assert "the A/A pair (own process) reaches 1" in workspace.not_comparable
+
+
+def test_without_an_a_a_pair_a_cost_is_none(tmp_path):
+    results = {f.UNRECORDED: timed(tmp_path, unrecorded=100, without_sdpa=50)}
+    (sdpa,) = v.pin_costs(results)
+    assert sdpa.not_comparable == "no A/A pair was timed (in turn)"
+    results = {"without_workspace": timed(tmp_path, without_workspace=100)}
+    assert v.pin_costs(results) == []
 
 
 # --- what is concluded
@@ -354,6 +418,7 @@ def test_a_suspect_is_judged_by_its_strongest_pair(b, c, answer):
     assert judged.answer == answer
     for other, one in (("b", b), ("c", c)):
         assert (one.error or f"{other} against a: {one}") in judged.why
+        assert f"{other}: {one}" in judged.brief
     assert v.judge(CASTS, {}, floor=2).answer == "not run"
 
 
@@ -382,7 +447,7 @@ def test_numerics_explain_the_drift_from_both_ends():
 
 def test_the_finding_says_what_the_figures_do():
     compared = {f.FALLBACK_ONLY: counted(5), "opaque_eager__in_graph": counted(5)}
-    compared["in_graph__opaque_eager"] = counted(4)
+    compared |= {"in_graph__opaque_eager": counted(4), "in_graph__fused": counted(0)}
     name = v.pair_name("in_graph__opaque_eager", "in_graph__fused")
     judged = [v.judge(CASTS, {"a / b": counted(5), "a / c": counted(0)}, 0)]
     tokens = pd.DataFrame({"arm": ["x", "x"], "coin_toss": [True, False]})
@@ -393,12 +458,20 @@ def test_the_finding_says_what_the_figures_do():
         "5 of 8 records differ (0.0033 of all elements): the kernel is not needed for the drift",
         "at prefill 5 of 8 records differ (0.0033 of all elements), at decode 4 of 8",
         "Forcing it at T = 1 too moves what it was meant to clear.",
-        f"The kernel and the fallback do not give the same decode steps after the same prefill ({name}): "
-        "2 of 7 records differ",
+        "The kernel and the fallback do not give the same decode steps (after prefill in_graph: 2 of 7 "
+        "records differ",
+        "after the baseline's prefill: the fallback: 3 of 7 records differ (",
+        ", the kernel: 0 of 7 records differ.",
         "Moves bits here: cast positions.",
-        "2 most likely tokens changed over all arms; 1 of them are coin tosses",
+        "2 most likely tokens changed over all arms; 1 of them are coin tosses, of a margin at most 4 "
+        "times the noise",
     ):
         assert part in text
+    alike = " ".join(v.finding("h200", 0, compared, {name: counted(0)}, {}, [], tokens.iloc[:0]))
+    assert (
+        "The kernel and the fallback give the same decode steps (after prefill in_graph: " in alike
+    )
+    assert "numerics of its own" not in alike
     said = v.finding("cpu", 7, {}, {}, {}, [], tokens.iloc[:0])
     assert len(said) == 1
     assert "differs in up to 7 records" in said[0]

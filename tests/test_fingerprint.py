@@ -12,7 +12,7 @@ from forced_runs import FUSED, forced, model
 from fusion_evidence.kernels import eager, op, reference
 from fusion_evidence.kernels.numerics import Numerics, Reduction
 from fusion_evidence.kernels.shapes import preset
-from fusion_evidence.lib.attribution.fingerprint import fingerprint
+from fusion_evidence.lib.attribution.fingerprint import Fingerprint, fingerprint
 from fusion_evidence.lib.measure.compare import upper_bound
 from fusion_evidence.lib.service.model import rotary_table
 
@@ -60,7 +60,8 @@ def test_known_numerics_are_found(half, tmp_path, numerics):
     policies = found.rejected[-2:]
     assert len({numerics.rounding, *(one.numerics.rounding for one in policies)}) == 3
     assert all(one.elements == found.elements < 1000 * one.mismatches for one in policies)
-    assert f"prefill computes {found.numerics}, cos/sin in float16" in str(found)
+    assert f"prefill computes {found.fits}, cos/sin in float16" in str(found)
+    assert str(numerics.reduction) in found.fits
 
 
 def test_decode_is_fitted_apart(half, tmp_path):
@@ -120,7 +121,44 @@ def test_too_few_elements_leave_candidates_alike(tmp_path):
     assert found.mismatches == 0
     assert len(found.alike) > 3
     assert FUSED in (found.numerics, *found.alike)
-    assert f"{len(found.alike)} other candidates fit as well" in str(found)
+    assert f"decode computes {found.fits}, cos/sin" in str(found)
+    assert found.fits.endswith(" (undecided)")
+
+
+TREE = [Reduction.parse(f"{warps}x8x{8 // warps} strided") for warps in (1, 2, 4, 8)]
+
+
+@pytest.mark.parametrize(
+    ("candidates", "said"),
+    [
+        ([Numerics("per_op", TREE[0])], "per_op, 1x8x8 strided, contraction none"),
+        (
+            [Numerics("storage", TREE[1], "cos"), Numerics("storage", TREE[0], "cos")],
+            "storage, 1x8x8 strided or 2x8x4 strided (undecided), contraction cos",
+        ),
+        (
+            [Numerics("per_op", tree) for tree in (*TREE, NEIGHBOURS, STRIDED)],
+            "per_op, 1x16x4 sequential, 1x16x4 strided, 1x8x8 strided, 2x8x4 strided or 2 others "
+            "(undecided), contraction none",
+        ),
+        (
+            [Numerics("per_op", tree) for tree in (*TREE, STRIDED)],
+            "per_op, 1x16x4 strided, 1x8x8 strided, 2x8x4 strided, 4x8x2 strided or 1 other "
+            "(undecided), contraction none",
+        ),
+        (
+            [Numerics("storage", TREE[1]), Numerics("per_op", TREE[0], k_reduction=TREE[1])],
+            "per_op, Q 1x8x8 strided, K 2x8x4 strided, contraction none or "
+            "storage, 2x8x4 strided, contraction none (undecided)",
+        ),
+    ],
+    ids=["one", "two trees", "many trees", "one more", "no part alone"],
+)
+def test_every_candidate_that_fits_is_named_whatever_their_order(candidates, said):
+    for closest, *alike in (candidates, candidates[::-1]):
+        found = Fingerprint("decode", closest, "bfloat16", 0, 9, 9, (0,), tuple(alike), ())
+        assert found.fits == said
+        assert f"decode computes {said}, cos/sin in bfloat16: all 9 elements" in str(found)
 
 
 def test_what_says_nothing_is_refused(half, tmp_path):

@@ -165,7 +165,9 @@ def test_a_job_in_this_process(tmp_path):
     assert result.ok
     assert list(result.decode_times) == ["timed", "again", "other"]
     assert [timing.n for timing in result.decode_times.values()] == [2, 2, 2]
-    assert result.prefill_times[5].n == 2
+    assert list(result.prefill_times) == ["timed", "again", "other"]
+    assert [list(by_T) for by_T in result.prefill_times.values()] == [[5]] * 3
+    assert {by_T[5].n for by_T in result.prefill_times.values()} == {2}
     for other in ("records.2", "records.3"):
         frame = compare_records(result.path("records"), result.path(other))
         assert set(zip(frame.request, frame.step, strict=True)) == {("T4", 0), ("T4", 1)}

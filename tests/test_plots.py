@@ -8,6 +8,7 @@ import nbformat
 import numpy as np
 import pandas as pd
 import pytest
+from matplotlib.container import ErrorbarContainer
 from nbclient import NotebookClient
 
 from fusion_evidence.lib.report import plots, style
@@ -64,6 +65,13 @@ def saved():
     rows += [("control", -2.9, -8.0, 3.0), ("resolution of this run", 0.0, -12.0, 12.0)]
     names = ["effect", "value", "low", "high"]
     return pd.DataFrame(rows, columns=names).assign(metric="tpot_saving", unit="us")
+
+
+def costs():
+    rows = [("sdpa,\nin turn", -51.0, 6.0, None), ("workspace,\nown process", 14.0, 12.5, "A/A")]
+    rows += [("none (A/A),\nown process", 1.0, 12.5, None), ("no pair", 3.0, None, "none")]
+    frame = pd.DataFrame(rows, columns=["effect", "value", "floor", "not_comparable"])
+    return frame.assign(low=frame.value - 2, high=frame.value + 2, unit="%")
 
 
 def arms():
@@ -223,6 +231,37 @@ def test_tables_that_cannot_be_drawn(draw):
         draw(frame.iloc[:0])
     with pytest.raises(ValueError, match="no column value"):
         draw(frame.drop(columns="value"))
+
+
+def test_an_effect_lies_in_the_band_of_its_own_row():
+    fig = plots.effects(costs())
+    assert all(box.x1 <= fig.bbox.x1 for _, box in texts(fig))
+    (axes,) = fig.axes
+    bands = {band.get_y() + 0.5: band for band in axes.patches}
+    assert {row: (band.get_x(), band.get_width()) for row, band in bands.items()} == {
+        0: (-6, 12),
+        1: (-12.5, 25),
+        2: (-12.5, 25),
+    }
+    assert {band.get_height() for band in bands.values()} == {1}
+    assert [text.get_text() for text in axes.texts] == [
+        "-51 %",
+        "not comparable",
+        "1 %",
+        "not comparable",
+    ]
+    marks = [one[0] for one in axes.containers if isinstance(one, ErrorbarContainer)]
+    assert [(list(mark.get_ydata()), mark.get_color()) for mark in marks] == [
+        ([0], style.VERMILLION),
+        ([2], style.FAINT),
+    ]
+
+
+def test_exact_ties_are_said_to_be_ties():
+    frame = flipped()
+    assert not any("ties" in word for word in words(plots.margins(frame)))
+    frame.loc[:2, "value"] = 0.0
+    assert "exact ties, 3 of 20" in words(plots.margins(frame))
 
 
 def test_text_on_cells_has_contrast():

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
+from fusion_evidence.lib.measure.timing import Timing
 from fusion_evidence.lib.measure.timing import summarize as timing
 from fusion_evidence.lib.report import article, load_evidence, plots
 from fusion_evidence.lib.report.evidence import Claim, Evidence, Measurement, Verdict
@@ -23,6 +26,8 @@ SMALL = dict(
     max_tokens=32,
     backend="eager",
     pins=Pins(first_traced=6),
+    prefill_times=[5],
+    prefill_samples=2,
 )
 
 
@@ -75,7 +80,9 @@ def test_every_arm_is_free_first_and_then_fed_the_baselines_tokens(results):
     assert arms["control"].free is baseline.passes[1].replies
     dealt = [one.replies for one in baseline.passes if one.kind == "forced"]
     assert arms["control"].forced == dealt[1] + dealt[3]
-    assert list(baseline.decode_times) == ["baseline", "control", "fallback_only"]
+    turns = ["baseline", "control", "fallback_only"]
+    assert list(baseline.decode_times) == list(baseline.prefill_times) == turns
+    assert not any(results[arm].prefill_times for arm in ("rebuild", "fallback_only"))
 
 
 def test_only_the_faulty_arm_changes_texts(results):
@@ -270,23 +277,60 @@ def test_prediction_from_the_accepted_result_is_its_own_saving():
     assert (found.value, found.low, found.high) == (saving.value, saving.low, saving.high)
 
 
-def test_effects_are_drawn_with_their_band():
+def test_every_effect_has_the_floor_of_its_kind():
     changes = {
         arm: r.tpot_change(streams(seed=2), streams(scale, seed=4), "mean")
         for arm, scale in (("control", 1.0), ("rebuild", 1.0), (FUSED, 0.97))
     }
     turns = {"control": (0.1, -0.2, 0.3), FUSED: (30.0, 28.0, 32.0)}
     frame = r.effects(r.Prediction(40, 38, 42), turns, changes, 10.0)
-    assert frame.how.tolist() == ["predicted", *["in turn"] * 2, *["served"] * 3, "band"]
+    assert frame.how.tolist() == ["predicted", *["in turn"] * 2, *["served"] * 3]
     assert frame.effect[0] == "01 predicts,\nother shape"
     assert (frame.low <= frame.value).all()
     assert (frame.value <= frame.high).all()
-    band = frame.iloc[-1]
-    assert (band.value, band.high) == (0, -band.low)
-    assert band.high == pytest.approx(100 * changes["control"].detectable)
+    floors = frame.groupby("how", sort=False).floor.unique()
+    assert math.isnan(floors["predicted"].item())
+    assert floors["in turn"].item() == 0.3
+    ends = [abs(x) for arm in ("control", "rebuild") for x in changes[arm].saved_us(10.0)]
+    assert floors["served"].item() == max(*ends, 100 * changes["control"].detectable)
     assert "candidate,\nserved" in frame.effect.tolist()
     plots.effects(frame)
     assert r.effects(r.Prediction(), {}, {}, 0.0).empty
+    alone = r.effects(r.Prediction(40, 38, 42), {}, {}, 10.0)
+    assert alone.floor.isna().all()
+
+
+# --- prefill
+
+
+def prefill(**by_T: float) -> dict[int, Timing]:
+    """By T, times within 1 % of so many us."""
+    return {
+        int(T.lstrip("T")): timing([us * (1 + 0.01 * i / 4) for i in range(-4, 5)], "by hand")
+        for T, us in by_T.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("control", "arm", "verdict", "says"),
+    [
+        (dict(T65=101, T1024=99), dict(T65=90, T1024=98), Verdict.PASS, "T=65 0.900 (1.010)"),
+        (dict(T65=101, T1024=99), dict(T65=90, T1024=130), Verdict.FAIL, "T=1024 1.300 (0.990)"),
+        (  # what is slower at a T that decides nothing does not count, nor does what is not
+            dict(T65=54, T1024=99),
+            dict(T65=108, T1024=98),
+            Verdict.PASS_WITH_LIMITATIONS,
+            "T=65 1.080 (0.540, decides nothing), T=1024 0.980 (0.990)",
+        ),
+        (dict(T65=54, T1024=99), dict(T65=50, T1024=130), Verdict.FAIL, "decides nothing), T=1024"),
+        (dict(T65=54, T1024=120), dict(T65=90, T1024=90), Verdict.INCONCLUSIVE, "0.900 (1.200, d"),
+        (dict(T65=106, T1024=100), dict(T65=105, T1024=100), Verdict.PASS, "T=65 1.050 (1.060)"),
+    ],
+)
+def test_prefill_is_judged_where_an_unchanged_arm_is_steady(control, arm, verdict, says):
+    times = {"baseline": prefill(T65=100, T1024=100), "control": prefill(**control)}
+    found, why = r.prefill_verdict(times | {FUSED: prefill(**arm)}, FUSED)
+    assert (found, says in why) == (verdict, True), why
 
 
 # --- the article's table

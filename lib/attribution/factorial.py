@@ -8,6 +8,7 @@ attention op is then compared bit by bit.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -29,6 +30,10 @@ PINS = Pins(configurations="first", sdpa="math", workspace=":4096:8", first_trac
 """What every arm of the collection holds fixed unless its name says otherwise."""
 
 BASELINE, CONTROL, UNRECORDED = "baseline", "control", "unrecorded"
+AGAIN = "again"
+"""`UNRECORDED` once more in its process, to be timed in turn with it."""
+PINNED = ("pinned_1", "pinned_2")
+"""The same, each in a process of its own, to be timed there."""
 DETERMINISTIC = "deterministic_mode"
 """The baseline with Inductor's own mode in place of the first configurations."""
 FALLBACK_ONLY = "opaque_eager__opaque_eager"
@@ -218,10 +223,10 @@ class Plan:
     def alone(self, tokens: Tokens) -> list[Job]:
         """The baseline without any recording; where decode is timed, its decode step takes turns with
         itself and with itself without a pin. Then those that were started without a pin that their process
-        has as a whole."""
+        has as a whole, and what those are held against: `PINNED`."""
         if not tokens:
             return []
-        beside = [Beside(name="again")]
+        beside = [Beside(name=AGAIN)]
         beside += [
             Beside(name=f"without_{pin}", pins=without(pin))
             for pin in self.unpinned
@@ -231,12 +236,16 @@ class Plan:
             return [self._short(UNRECORDED, BASELINE, tokens, record="none")]
         samples: dict[str, Any] = dict(decode_samples=self.decode_samples)
         found = [self._short(UNRECORDED, BASELINE, tokens, record="none", beside=beside, **samples)]
-        found += [
+        apart = [
             self._short(f"without_{pin}", BASELINE, tokens, pins=without(pin), **samples)
             for pin in self.unpinned
             if pin in _OF_A_PROCESS
         ]
-        return found
+        pinned = [
+            self._short(name, BASELINE, tokens, record="none", logits=False, **samples)
+            for name in (PINNED if apart else ())
+        ]
+        return [*found, *pinned, *apart]
 
 
 def _reversed(requests: Sequence[str], folder: Path) -> Path:
@@ -465,15 +474,22 @@ class CodeDifference:
     binaries: Sequence[str]
     kernels: int
 
-    def __str__(self) -> str:
+    @property
+    def brief(self) -> str:
+        """Without the names of kernels and what of their configurations differs."""
         text = f"{self.graph}: source {'equal' if self.source else 'different'}"
         if self.configs:
-            text += f", {len(self.configs)} of {self.kernels} kernels configured differently ("
-            text += "; ".join(
-                f"{kernel} {_changed(*both)}" for kernel, both in list(self.configs.items())[:2]
-            )
-            text += ", ..." if len(self.configs) > 2 else ""
-            text += ")"
+            text += f", {len(self.configs)} of {self.kernels} kernels configured differently"
+        return text
+
+    def __str__(self) -> str:
+        text = self.brief
+        if self.configs:
+            shown = [
+                f"{_short(kernel)} {_changed(*both)}"
+                for kernel, both in list(self.configs.items())[:2]
+            ]
+            text += f" ({'; '.join(shown)}{', ...' if len(self.configs) > 2 else ''})"
         if self.binaries:
             text += f", machine code of {len(self.binaries)} kernels differs"
         return text
@@ -482,6 +498,11 @@ class CodeDifference:
     def same(self) -> bool:
         """Nothing that is known of them differs."""
         return self.source and not self.configs and not self.binaries
+
+
+def _short(kernel: str) -> str:
+    """A generated kernel's kind and number, which tell it from the others of its graph."""
+    return re.sub(r"^(triton_[a-z]+)_.+_(\d+)$", r"\1_..._\2", kernel)
 
 
 def _changed(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:

@@ -63,22 +63,49 @@ class Fingerprint:
         """Upper bound of the true mismatch rate, 95 %, from the distinct elements alone."""
         return upper_bound(self.distinct, min(self.mismatches, self.distinct))
 
+    @property
+    def fits(self) -> str:
+        """``closest``, or where others reproduce every element too all of them, by name and undecided."""
+        return _undecided([self.closest, *self.alike]) if self.alike else str(self.closest)
+
     def __str__(self) -> str:
         where = f"layer{'s' if len(self.layers) > 1 else ''} {', '.join(map(str, self.layers))}"
-        closest = f"{self.closest}, cos/sin in {self.table}"
+        fits = f"{self.fits}, cos/sin in {self.table}"
         if self.mismatches:
             return (
-                f"none of the declared numerics is what {self.graph} computes: the closest, {closest}, "
+                f"none of the declared numerics is what {self.graph} computes: the closest, {fits}, "
                 f"leaves {self.mismatches:,} of {self.elements:,} elements ({where})"
             )
-        text = (
-            f"{self.graph} computes {closest}: all {self.elements:,} elements ({where}; "
+        return (
+            f"{self.graph} computes {fits}: all {self.elements:,} elements ({where}; "
             f"{self.distinct:,} of them distinct) are reproduced, a rate of mismatches above "
             f"{self.bound:.1e} is ruled out"
         )
-        if self.alike:
-            text += f"; {len(self.alike)} other candidates fit as well"
-        return text
+
+
+_NAMED = 4
+"""How many candidates that fit are named; of more, how many others there are."""
+
+
+def _undecided(candidates: Sequence[Numerics]) -> str:
+    """Candidates that nothing tells apart, in the order of their names: those that differ in one part alone
+    as one, with what that part may be."""
+
+    def either(names: Sequence[str]) -> str:
+        more = len(names) - _NAMED
+        rest = [f"{more} other{'s' if more > 1 else ''}"] if more > 0 else []
+        *first, last = sorted(names)[:_NAMED] + rest
+        return f"{', '.join(first)} or {last} (undecided)"
+
+    # Rounding, tree or trees, contraction.
+    parts = [
+        (rounding, ", ".join(trees), contraction)
+        for rounding, *trees, contraction in (str(one).split(", ") for one in candidates)
+    ]
+    ways = [set(part) for part in zip(*parts, strict=True)]
+    if sum(len(way) > 1 for way in ways) > 1:
+        return either([str(one) for one in candidates])
+    return ", ".join(either(list(way)) if len(way) > 1 else way.pop() for way in ways)
 
 
 def fingerprint(

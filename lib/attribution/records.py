@@ -370,9 +370,14 @@ class Divergence:
         """V, a bare copy of part of the projection, is equal: what differs arose in the prologue."""
         return "v" not in self.tensors
 
-    def __str__(self) -> str:
+    @property
+    def place(self) -> str:
+        """Where it is, without what it is."""
         call = "the prefill" if self.step == 0 else f"decode step {self.step}"
-        text = f"{self.tensor.upper()} of layer {self.layer} in {call} of {self.request}"
+        return f"{self.tensor.upper()} of layer {self.layer} in {call} of {self.request}"
+
+    def __str__(self) -> str:
+        text = self.place
         if self.mismatches is not None:
             text += f": {self.mismatches:,} of {self.elements:,} elements differ"
             text += f", the first at {self.index}, by at most {self.ulp:,} ULP"
@@ -483,13 +488,18 @@ def _logit_difference(a: Tensor, b: Tensor) -> dict[str, Any]:
     }
 
 
+NEAR, SMALL = 4, 0.1
+"""Of a coin toss: at most so many times the noise is the margin, and under such a share of the logits' own
+standard deviation the noise."""
+
+
 def flips(frame: pd.DataFrame) -> pd.DataFrame:
     """The rows of `compare_logits` whose most likely token changed, and what kind of change each is.
 
     ``coin_toss``: the two tokens were so near that the noise all logits of that step got exchanges them
-    (the margin is within four of its root mean square: three standard deviations of the difference of
-    two), and that noise is small, under a tenth of the logits' own spread. Anything else is a real change.
+    (the margin is within `NEAR` of its root mean square: three standard deviations of the difference of
+    two), and that noise is `SMALL`. Anything else is a real change.
     """
     changed = frame[frame["top1_a"] != frame["top1_b"]]
-    near = changed["margin_a"] <= 4 * changed["noise"]
-    return changed.assign(coin_toss=near & (changed["noise_share"] < 0.1)).reset_index(drop=True)
+    near = changed["margin_a"] <= NEAR * changed["noise"]
+    return changed.assign(coin_toss=near & (changed["noise_share"] < SMALL)).reset_index(drop=True)

@@ -6,6 +6,7 @@ from another.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -14,9 +15,11 @@ import pandas as pd
 
 from fusion_evidence.lib.attribution import records
 from fusion_evidence.lib.attribution.factorial import (
+    AGAIN,
     BASELINE,
     DETERMINISTIC,
     FALLBACK_ONLY,
+    PINNED,
     PREFILL,
     UNRECORDED,
     Compared,
@@ -26,7 +29,7 @@ from fusion_evidence.lib.attribution.factorial import (
     compare_common_logits,
 )
 from fusion_evidence.lib.attribution.fingerprint import Fingerprint, fingerprint
-from fusion_evidence.lib.measure.timing import Timing
+from fusion_evidence.lib.measure.timing import Timing, ratio
 from fusion_evidence.lib.report import article
 from fusion_evidence.lib.report.evidence import Verdict
 from fusion_evidence.lib.service.arms import Arm
@@ -126,12 +129,13 @@ def pairs(listed: Iterable[Suspect], results: Mapping[str, JobResult]) -> dict[s
     }
 
 
-def generated(suspect: Suspect, results: Mapping[str, JobResult]) -> str:
-    """For a suspect that acts through what is compiled: what differs there, pair by pair."""
+def generated(suspect: Suspect, results: Mapping[str, JobResult], brief: bool = False) -> str:
+    """For a suspect that acts through what is compiled: what differs there, pair by pair. brief: without
+    the kernels' names."""
     if suspect.cause not in ("fusion_boundary", "neighbours", "first_traced"):
         return ""
     return "".join(
-        f"; compiled, {other}: {explain(results[one], results[other])}"
+        f"; compiled, {other}: {explain(results[one], results[other], brief=brief)}"
         for one, other in suspect.between
         if one in results and other in results
     )
@@ -144,11 +148,12 @@ def pair_name(one: str, other: str) -> str:
 
 @dataclass(frozen=True)
 class Judgement:
-    """The verdict on one suspect, and what it rests on."""
+    """The verdict on one suspect, and what it rests on; brief: the same, without where it began."""
 
     suspect: Suspect
     answer: Answer
     why: str
+    brief: str
 
     def __str__(self) -> str:
         return f"{self.answer}: {self.why}"
@@ -157,12 +162,14 @@ class Judgement:
 def judge(suspect: Suspect, compared: Mapping[str, Compared], floor: int) -> Judgement:
     """From the pairs that were compared: the strongest of what they say."""
     said: list[tuple[Answer, str]] = []
+    brief: list[str] = []
     for one, other in suspect.between:
         found = compared.get(pair_name(one, other))
         if found is None:
             continue
+        brief.append(f"{other}: {found}")
         if found.error:
-            said.append(("not run", f"{other}: {found.error}"))
+            said.append(("not run", brief[-1]))
             continue
         text = f"{other} against {one}: {found}"
         if found.differing > floor:
@@ -172,10 +179,11 @@ def judge(suspect: Suspect, compared: Mapping[str, Compared], floor: int) -> Jud
         else:
             said.append(("moves no bit", text))
     if not said:
-        return Judgement(suspect, "not run", "its arms were not asked for, or cannot run here")
+        why = "its arms were not asked for, or cannot run here"
+        return Judgement(suspect, "not run", why, why)
     order: list[Answer] = ["moves bits", "not above the floor", "moves no bit", "not run"]
     answer = min((answer for answer, _ in said), key=order.index)
-    return Judgement(suspect, answer, "; ".join(text for _, text in said))
+    return Judgement(suspect, answer, "; ".join(text for _, text in said), "; ".join(brief))
 
 
 # --- what a fixed point takes
@@ -217,11 +225,14 @@ def explain(
     other: JobResult,
     suffix: str = "",
     graphs: Sequence[str] = ("prefill", "decode"),
+    brief: bool = False,
 ) -> str:
-    """What the two processes compiled: source, configurations and machine code of each graph."""
+    """What the two processes compiled: source, configurations and machine code of each graph; brief: as of
+    `CodeDifference`."""
     differences = [code_difference(one.graphs, other.graphs, graph, suffix) for graph in graphs]
     known = [found for found in differences if found is not None]
-    return "; ".join(map(str, known)) or "no generated code was kept"
+    said = [found.brief if brief else str(found) for found in known]
+    return "; ".join(said) or "no generated code was kept"
 
 
 def cause(one: JobResult, other: JobResult, found: Compared, suffix: str = "") -> str:
@@ -304,15 +315,65 @@ def passive(results: Mapping[str, JobResult]) -> tuple[Verdict, str]:
     return (Verdict.PASS if equal_so_far else Verdict.FAIL), "; ".join(said)
 
 
-def decode_times(results: Mapping[str, JobResult]) -> dict[str, Timing]:
-    """Of a decode step, by arm: the baseline's, its twin's (``again``), and those without a pin."""
-    times: dict[str, Timing] = {}
-    for name, result in results.items():
-        if name == UNRECORDED or name.startswith("without_"):
-            times |= result.decode_times
-    if UNRECORDED in times:
-        times[BASELINE] = times.pop(UNRECORDED)
-    return times
+NOISE_LIMIT = 5.0
+"""How far from zero, in percent, an A/A pair of decode steps may be where a pin's cost is looked for."""
+NO_PIN = "none (A/A)"
+
+
+@dataclass(frozen=True)
+class PinCost:
+    """Time of the pinned decode step over the one without a pin, less 1, in percent, with its interval.
+
+    pin: `NO_PIN` of two that are pinned alike. how: ``in turn`` in one process, or each in its ``own
+    process``. floor: how far from zero the A/A pair of that kind reaches, with its interval; NaN without.
+    method: of the times.
+    """
+
+    pin: str
+    how: str
+    value: float
+    low: float
+    high: float
+    floor: float
+    method: str
+
+    @property
+    def not_comparable(self) -> str | None:
+        """Why the cost says nothing; None where it does, and of an A/A pair."""
+        if self.pin == NO_PIN or self.floor <= NOISE_LIMIT:
+            return None
+        if math.isnan(self.floor):
+            return f"no A/A pair was timed ({self.how})"
+        return f"the A/A pair ({self.how}) reaches {self.floor:.1f} %, over {NOISE_LIMIT:g} %"
+
+
+def pin_costs(results: Mapping[str, JobResult]) -> list[PinCost]:
+    """What the pins cost a decode step, as far as that was timed. Each is held against a step that was
+    timed in the same way, and beside an A/A pair that was too."""
+    turns = results[UNRECORDED].decode_times if UNRECORDED in results else {}
+    apart = {
+        name: result.decode_times[name]
+        for name, result in results.items()
+        if name in result.decode_times and (name in PINNED or name.startswith("without_"))
+    }
+    ways = {"in turn": (turns, UNRECORDED, AGAIN), "own process": (apart, *PINNED)}
+    found = []
+    for how, (times, base, again) in ways.items():
+        others = [name for name in times if name != base] if base in times else []
+        percent = {name: _percent_over(times[base], times[name]) for name in others}
+        floor = max(map(abs, percent.get(again, (math.nan,))))
+        for name in others:
+            pin = NO_PIN if name == again else name.removeprefix("without_")
+            method = times[name].method
+            if how != "in turn":  # `timing` says of any number of arms that they took turns
+                method = method.replace("arms interleaved", "alone in its process")
+            found.append(PinCost(pin, how, *percent[name], floor, method))
+    return found
+
+
+def _percent_over(pinned: Timing, other: Timing) -> tuple[float, float, float]:
+    value, low, high = (100 * (one - 1) for one in ratio(pinned, other))
+    return value, low, high
 
 
 # --- the kernel against the fallback
@@ -335,9 +396,17 @@ def kernel_cleared(decode: Mapping[str, Compared], least: int | None) -> tuple[V
     """Did taking the kernel away leave the decode steps as they were? ``decode``: of each such pair."""
     if not decode:
         return Verdict.NOT_RUN, "no two arms have the same prefill, one with the kernel"
-    said = [equal(name, decode, least) for name in decode]
-    text = "; ".join(f"{name}: {why}" for name, (_, why) in zip(decode, said, strict=True))
-    return _worst([verdict for verdict, _ in said]), text
+    said = {name: equal(name, decode, least) for name in decode}
+    text = _after_each({name: why for name, (_, why) in said.items()})
+    return _worst([verdict for verdict, _ in said.values()]), text
+
+
+def _after_each(said: Mapping[str, str]) -> str:
+    """What is said of such pairs, once where it is the same, by their prefill."""
+    prefills: dict[str, list[str]] = {}
+    for name, why in said.items():
+        prefills.setdefault(why, []).append(name.partition("__")[0])
+    return "; ".join(f"after prefill {', '.join(names)}: {why}" for why, names in prefills.items())
 
 
 def _worst(verdicts: Sequence[Verdict]) -> Verdict:
@@ -474,15 +543,7 @@ def finding(
             f"The eager fallback in one graph alone: {text}."
             + (" Forcing it at T = 1 too moves what it was meant to clear." if both else "")
         )
-    for name, one in between.items():
-        if name.endswith(("__fused", "__opaque_reference")) and not one.error:
-            steps = one.of_graph("decode")
-            kernel = "The kernel" if name.endswith("fused") else "What emulates the kernel"
-            verdict = "do not give" if steps.differing > (least or 0) else "give"
-            said.append(
-                f"{kernel} and the fallback {verdict} the same decode steps after the same prefill "
-                f"({name}): {steps}."
-            )
+    said += _kernel_and_fallback(compared, between, least)
     said += _numerics(prints, compared, between)
     for answer in ("moves bits", "not above the floor", "moves no bit", "not run"):
         causes = [j.suspect.cause.replace("_", " ") for j in judgements if j.answer == answer]
@@ -491,8 +552,41 @@ def finding(
     if len(tokens):
         tossed = int(tokens["coin_toss"].sum())
         said.append(
-            f"{len(tokens):,} most likely tokens changed over all arms; {tossed:,} of them are coin tosses "
-            "between near-equal tokens, decided by noise that all logits of the step have."
+            f"{len(tokens):,} most likely tokens changed over all arms; {tossed:,} of them are coin "
+            f"tosses, of a margin at most {records.NEAR} times the noise that all logits of the step have."
+        )
+    return said
+
+
+def _kernel_and_fallback(
+    compared: Mapping[str, Compared], between: Mapping[str, Compared], least: int | None
+) -> list[str]:
+    """Of the decode steps after the same prefill, and of both against the baseline's after its own."""
+    kernels = {"fused": "the kernel", "opaque_reference": "what emulates the kernel"}
+    decode = {
+        name: one.of_graph("decode")
+        for name, one in between.items()
+        if name.endswith(tuple(f"__{kernel}" for kernel in kernels)) and not one.error
+    }
+    differ = {name: one.differing > (least or 0) for name, one in decode.items()}
+    said = []
+    for verdict, wanted in (("do not give", True), ("give", False)):
+        if names := [name for name in decode if differ[name] is wanted]:
+            kernel = kernels[names[0].rpartition("__")[2]]
+            said.append(
+                f"{kernel[0].upper()}{kernel[1:]} and the fallback {verdict} the same decode steps "
+                f"({_after_each({name: str(decode[name]) for name in names})})."
+            )
+    against = {
+        text: compared[arm].of_graph("decode")
+        for body, text in {"opaque_eager": "the fallback", **kernels}.items()
+        if (arm := f"in_graph__{body}") in compared and not compared[arm].error
+    }
+    if any(differ.values()) and len(against) > 1:
+        text = ", ".join(f"{name}: {one}" for name, one in against.items())
+        said.append(
+            "Each has numerics of its own at decode. Against the baseline, after the baseline's prefill: "
+            f"{text}."
         )
     return said
 

@@ -210,31 +210,47 @@ def effects(frame: pd.DataFrame) -> Figure:
     """Effects with their intervals on one axis with zero: saved or lost, resolved or not.
 
     Labels: effect (its name); all in one unit. A row whose value is 0 and whose interval is symmetric is
-    a resolution, drawn as a band: an effect inside it cannot be told from none.
+    a resolution, drawn as a band: an effect inside it cannot be told from none. If there, floor gives a row
+    a band of its own, of this half width, and a row that is not_comparable has these words for a mark.
+    Green is saved, red is lost, grey lies inside the row's band.
     """
     data = _numbers(frame, "effect")
+    for column in ("floor", "not_comparable"):
+        data[column] = data.get(column)
     names, unit = list(data["effect"]), _unit(data)
     with style.figure(1.2 + 0.5 * len(names)) as (fig, (axes,)):
         axes.axvline(0, color=style.FAINT, linewidth=1)
-        for row, (value, low, high) in enumerate(data[["value", "low", "high"]].to_numpy(float)):
-            if value == 0 and low == -high:
-                axes.axvspan(low, high, color=style.NOTHING, zorder=0)
-                text, at = f"± {_with_unit(high, unit)}", high
-            else:
-                known = not (math.isnan(low) or math.isnan(high))
-                ends = [[max(value - low, 0.0)], [max(high - value, 0.0)]] if known else None
-                colour = style.GREEN if value > 0 else style.VERMILLION
-                axes.errorbar([value], [row], xerr=ends, fmt="o", color=colour, capsize=3)
-                text, at = _with_unit(value, unit), high if known else value
+        for row, (_, effect) in enumerate(data.iterrows()):
+            text, at = _effect(axes, row, effect, unit)
             axes.annotate(
                 text, (at, row), (6, 0), textcoords="offset points", va="center", fontsize=9
             )
         axes.set_yticks(range(len(names)), names)
         axes.set_ylim(len(names) - 0.4, -0.6)
+        axes.use_sticky_edges = False  # of the bands
         axes.margins(x=0.22)
-        axes.set_xlabel(f"saved ({_unit(data)})")
+        axes.set_xlabel(f"saved ({unit})")
         axes.grid(True, axis="x")
         return fig
+
+
+def _effect(axes: Axes, row: int, effect: pd.Series, unit: str) -> tuple[str, float]:
+    """Draw one; its text, and where on the axis it begins."""
+    value, low, high = (float(effect[column]) for column in ("value", "low", "high"))
+    floor = 0.0 if pd.isna(effect["floor"]) else float(effect["floor"])
+    if floor:
+        axes.barh(row, 2 * floor, height=1, left=-floor, color=style.NOTHING, zorder=0)
+    if pd.notna(effect["not_comparable"]):
+        return "not comparable", floor
+    if value == 0 and low == -high:
+        axes.axvspan(low, high, color=style.NOTHING, zorder=0)
+        return f"± {_with_unit(high, unit)}", high
+    known = not (math.isnan(low) or math.isnan(high))
+    ends = [[max(value - low, 0.0)], [max(high - value, 0.0)]] if known else None
+    colour = style.GREEN if value > 0 else style.VERMILLION
+    colour = style.FAINT if abs(value) <= floor else colour
+    axes.errorbar([value], [row], xerr=ends, fmt="o", color=colour, capsize=3)
+    return _with_unit(value, unit), high if known else value
 
 
 def factorial(frame: pd.DataFrame) -> Figure:
@@ -292,14 +308,15 @@ def margins(frame: pd.DataFrame) -> Figure:
     """Changed tokens: the margin they were chosen by against the perturbation that met it.
 
     `value`: top-1 minus top-2 logit in the baseline. Label: perturbation, the largest change of the two.
-    Below the line the change was as large as the margin: a coin toss between near-equal tokens.
+    Below the line that change was larger than the margin. Exact ties are marked as such, by rings.
     """
     data = _rows(
         frame.assign(value=frame["margin"]) if "margin" in frame else frame, "perturbation"
     )
     least = 1e-4  # where an exact tie is drawn, on a logarithmic axis
     x = data["perturbation"].astype(float).clip(lower=least)
-    y = data["value"].clip(lower=least)
+    y = data["value"].astype(float).clip(lower=least)
+    ties = data["value"] == 0
     # Whole decades, so that there are ticks however close together the points are.
     first = math.floor(math.log10(0.5 * min(x.min(), y.min())))
     last = math.ceil(math.log10(2 * max(x.max(), y.max())))
@@ -307,7 +324,21 @@ def margins(frame: pd.DataFrame) -> Figure:
     with style.figure(3.6) as (fig, (axes,)):
         axes.plot([low, high], [low, high], color=style.FAINT, linewidth=1, linestyle="--")
         axes.annotate("margin = perturbation", (low, low), (14, 2), textcoords="offset points")
-        axes.scatter(x, y, color=style.BLUE, s=26, zorder=3)
+        axes.scatter(x[~ties], y[~ties], color=style.BLUE, s=26, zorder=3)
+        if ties.any():
+            axes.scatter(
+                x[ties], y[ties], facecolor=style.CARD, edgecolor=style.BLUE, s=26, zorder=3
+            )
+            room = x[ties].min() > math.sqrt(low * high)  # on the left of them
+            at, shift, side = (x[ties].min(), -8, "right") if room else (x[ties].max(), 8, "left")
+            axes.annotate(
+                f"exact ties, {ties.sum()} of {len(ties)}",
+                (at, least),
+                (shift, 0),
+                textcoords="offset points",
+                ha=side,
+                va="center",
+            )
         axes.set_xscale("log")
         axes.set_yscale("log")
         decades = 10.0 ** np.arange(first, last + 1)

@@ -91,9 +91,9 @@ class _Compiled(BaseModel):
 
 
 class Beside(_Compiled):
-    """Another arm in the process of a job, to time its decode step in turn with the job's own.
+    """Another arm in the process of a job, to time its steps in turn with the job's own.
 
-    Its prefill is the job's own, as nothing of it is timed. With `Job.logits` it first serves the job's
+    Where no prefill is timed, its prefill is the job's own. With `Job.logits` it first serves the job's
     pass that keeps them too: its times and its bits are of one run. pins: None: the job's.
     """
 
@@ -128,7 +128,7 @@ class Job(_Compiled):
     cuda_graph: replay decode; None: where there is a device and the arm can be captured.
     max_tokens, block_size, in_flight, stop_token: see ``engine.Settings``.
     prefill_times: prompt lengths to time prefill at, prefill_samples each. decode_samples: of the decode
-        step, each of decode_steps calls, in turn with the arms ``beside``.
+        step, each of decode_steps calls. Both in turn with the arms ``beside``.
     cache: ``fresh``: compiler caches of its own, deleted afterwards; ``shared``: those of the environment;
         None: shared on a machine without a device except for the arm ``rebuild``, else fresh.
 
@@ -221,7 +221,7 @@ class JobResult(BaseModel):
         must have counted, from ``calls``, the forward calls of that time. layers: of the model.
     warm_up: seconds, see ``Engine.warm_up``. graphs: what Inductor made, by name, with ``@2`` and so on
         for what a further recording compiled. seconds: of the parts.
-    decode_times: by name, the job's own first; prefill_times: by prompt length.
+    decode_times: by name, the job's own first; prefill_times: by name, then by prompt length.
     revalidated: by graph, elements of a calibration's sample that were found equal, and the seconds it
         took.
     unavailable: pins that this torch lacks. files: kind -> name in ``folder``; ``records``, ``logits``,
@@ -242,7 +242,7 @@ class JobResult(BaseModel):
     graphs: dict[str, GraphReport] = {}
     seconds: dict[str, float] = {}
     decode_times: dict[str, Timing] = {}
-    prefill_times: dict[int, Timing] = {}
+    prefill_times: dict[str, dict[int, Timing]] = {}
     machine: str = ""
     versions: dict[str, str] = {}
     revalidated: dict[str, tuple[int, float]] = {}
@@ -499,22 +499,28 @@ class _Work:
         from fusion_evidence.lib.service.engine import time_decode, time_prefill
 
         job, engines = self.job, {self.job.name: self.server}
-        for other in job.beside if job.decode_samples else ():
+        for other in job.beside if job.timed else ():
             pins = other.pins or job.pins
             if pins.configurations == "timed":
                 _wait_for_quiet(self.folder)
-            same = dict(backend=job.backend, candidate=job.candidate)
-            built = other.build(self.model, pins, wrap_forward=_pinned(pins), **same)
-            built.prefill = self.built.prefill
+            same: dict[str, Any] = dict(backend=job.backend, candidate=job.candidate)
+            if (
+                other.pins is not None
+            ):  # else the job's, which are there and take none of a call's time
+                same["wrap_forward"] = _pinned(pins)
+            built = other.build(self.model, pins, **same)
+            if not job.prefill_times:
+                built.prefill = self.built.prefill
             engines[other.name] = engine = self.engine(built, self.replays(built))
-            engine.warm_up(None)
+            engine.warm_up(pins.first_traced if job.prefill_times else None)
             if job.logits:
                 self.observe(engine, None, f"logits.{other.name}")
         if job.timed:
             _wait_for_quiet(self.folder)
         for tokens in job.prefill_times:
-            times = time_prefill({job.name: self.server}, tokens, samples=job.prefill_samples)
-            self.result.prefill_times[tokens] = times[job.name]
+            times = time_prefill(engines, tokens, samples=job.prefill_samples)
+            for name, timing in times.items():
+                self.result.prefill_times.setdefault(name, {})[tokens] = timing
         if job.decode_samples:
             self.result.decode_times = time_decode(
                 engines, self.requests[0], steps=job.decode_steps, samples=job.decode_samples

@@ -2,8 +2,10 @@
 
 Three processes, one after the other: the baseline, which serves everything twice (the second time is the
 arm ``control``), ``rebuild``, and the candidate. Each serves its own texts first; then all are fed the
-baseline's tokens, so that their times are of the same work. A difference counts only beyond what
-``control`` and ``rebuild`` show, and a time is compared only where the words are the same.
+baseline's tokens, so that their times are of the same work. At the end of the baseline's process the same
+model is compiled once more, again ``control``, and the candidate, and prefill and the decode step of the
+three are timed in turn. A difference counts only beyond what ``control`` and ``rebuild`` show, and a time
+is compared only where the words are the same.
 """
 
 from __future__ import annotations
@@ -54,6 +56,8 @@ def arm_jobs(
     arm: str,
     *,
     forced_passes: int,
+    prefill_times: Sequence[int],
+    prefill_samples: int,
     decode_samples: int,
     decode_numerics: str | None = None,
     **common: Any,
@@ -62,8 +66,8 @@ def arm_jobs(
 
     Args:
         forced_passes: of every arm, with the baseline's tokens.
-        decode_samples: of the decode step, in the baseline's process, where ``control`` and ``arm``
-            are compiled once more and take turns with it; 0: none.
+        prefill_times, prefill_samples, decode_samples: as of `Job`, in the baseline's process, where
+            ``control`` and ``arm`` are compiled once more and take turns with it.
         common: further fields of every `Job`.
     """
     compiled: dict[str, Any] = dict(arm=arm, decode_numerics=decode_numerics)
@@ -73,6 +77,8 @@ def arm_jobs(
         Job(
             name=BASELINE,
             passes=[*own, *own, *forced, *forced],
+            prefill_times=list(prefill_times),
+            prefill_samples=prefill_samples,
             decode_samples=decode_samples,
             beside=[Beside(name=CONTROL), Beside(name=arm, **compiled)],
             **common,
@@ -314,6 +320,31 @@ def saved_us(times: Mapping[str, Timing], arm: str) -> tuple[float, float, float
     return (1 - value) * base.median_us, (1 - high) * base.median_us, (1 - low) * base.median_us
 
 
+STEADY = 0.1
+"""How far from the baseline's the prefill of the same model may be, for its T to decide anything."""
+
+
+def prefill_verdict(times: Mapping[str, Mapping[int, Timing]], arm: str) -> tuple[Verdict, str]:
+    """Whether an arm's prefill is slower than the baseline's by more than ``control`` is, T by T.
+
+    times: by arm and T, of one process, in turn. A T at which ``control`` is not within `STEADY` of the
+    baseline decides nothing.
+    """
+    slower, decided, said = [], [], []
+    for T, base in times[BASELINE].items():
+        over, again = (ratio(times[one][T], base) for one in (arm, CONTROL))
+        steady = abs(again[0] - 1) <= STEADY
+        decided += [T] if steady else []
+        slower += [T] if steady and over[1] > max(1.0, again[2]) else []
+        said.append(f"T={T} {over[0]:.3f} ({again[0]:.3f}{'' if steady else ', decides nothing'})")
+    why = f"over the baseline ({CONTROL} over it): {', '.join(said)}"
+    if not decided:
+        return Verdict.INCONCLUSIVE, why
+    if slower:
+        return Verdict.FAIL, why
+    return Verdict.PASS if len(decided) == len(said) else Verdict.PASS_WITH_LIMITATIONS, why
+
+
 @dataclass(frozen=True)
 class Prediction:
     """What notebook 01 says a token saves. value, low, high: us; NaN without. same_shape: it was
@@ -382,8 +413,10 @@ def effects(
     Args:
         in_turn: by arm, `saved_us`. changes: by arm, of mean TPOT. tpot_ms: the baseline's mean.
 
-    Returns columns ``effect``, ``arm``, ``how`` (``predicted``, ``in turn``, ``served``, ``band``),
-    ``value``, ``low``, ``high`` and ``unit``. The band is what the served requests of ``control`` resolve.
+    Returns columns ``effect``, ``arm``, ``how`` (``predicted``, ``in turn``, ``served``), ``value``,
+    ``low``, ``high``, ``unit`` and ``floor``: as far from zero as anything of an unchanged arm's interval
+    reaches when it is measured in the same way, and of served requests at least what they resolve. A
+    prediction has none.
     """
     rows: list[tuple[str, str, str, float, float, float]] = []
     if prediction.known:
@@ -399,11 +432,13 @@ def effects(
         (f"{names[arm]},\nserved", arm, "served", *change.saved_us(tpot_ms))
         for arm, change in changes.items()
     ]
-    if CONTROL in changes:
-        band = 10 * tpot_ms * changes[CONTROL].detectable
-        rows.append(("resolved by\nthese requests", CONTROL, "band", 0.0, -band, band))
     columns = ["effect", "arm", "how", "value", "low", "high"]
-    return pd.DataFrame(rows, columns=columns).assign(unit="us")
+    frame = pd.DataFrame(rows, columns=columns)
+    unchanged = frame[frame.arm.isin([CONTROL, REBUILD])]
+    floors = unchanged[["value", "low", "high"]].abs().max(axis=1).groupby(unchanged.how).max()
+    if CONTROL in changes:
+        floors["served"] = max(floors["served"], 10 * tpot_ms * changes[CONTROL].detectable)
+    return frame.assign(unit="us", floor=frame.how.map(floors))
 
 
 # --- the article's table
