@@ -504,9 +504,8 @@ class _Work:
             if pins.configurations == "timed":
                 _wait_for_quiet(self.folder)
             same: dict[str, Any] = dict(backend=job.backend, candidate=job.candidate)
-            if (
-                other.pins is not None
-            ):  # else the job's, which are there and take none of a call's time
+            # The job's own are there already, and take none of a call's time.
+            if other.pins is not None:
                 same["wrap_forward"] = _pinned(pins)
             built = other.build(self.model, pins, **same)
             if not job.prefill_times:
