@@ -80,7 +80,7 @@ _KERNEL = re.compile(
     re.DOTALL | re.MULTILINE,
 )
 # The benchmark harness at the end: never run by the model, full of the sizes of the first trace.
-_HARNESS = re.compile(r"^def (get_args|benchmark_compiled_module)\b.*\Z", re.DOTALL | re.MULTILINE)
+_HARNESS = re.compile(r"^def (get_args|benchmark_compiled_module)\b", re.MULTILINE)
 # A copy of the kernels, as a string, that tuning at compile time leaves before the code.
 _TUNING = re.compile(
     r'\A\s*r?"""\s*Compile-time auto-tuning block:.*?^"""', re.DOTALL | re.MULTILINE
