@@ -17,10 +17,12 @@ from fusion_evidence.lib.measure.assembly import (
     VENDOR_TARGETS,
     Resources,
     Target,
+    count_instructions,
     read_amdgcn,
     read_ptxas,
     resources,
 )
+from fusion_evidence.lib.measure.machine import Machine
 
 OLDER = older_triton.VERSION < (3, 5)
 HIP = [target for target in TARGETS if target.backend == "hip"]
@@ -151,6 +153,58 @@ def test_a_target_that_no_compiler_has_says_so():
     assert found.unavailable.startswith(f"not available ({found.compiler} says: ")
     assert "gfx000" in found.unavailable
     assert found.registers is found.spills is found.occupancy is None
+
+
+@pytest.mark.parametrize("target", [TARGETS[1], TARGETS[2]], ids=str)
+def test_a_marker_is_one_atomic_more(target):
+    """At T=1, where strides are constants: another kernel than that of many tokens."""
+    options = dict(launches=[Launch()], tokens=1)
+    plain, marked = (compiled_for([target], marker=m, **options)[0] for m in (False, True))
+    (many,) = compiled_for([target], launches=[Launch()])
+    atomic = r"\b(?:atom|red)\.|global_atomic_add"
+    assert [len(re.findall(atomic, r.assembly)) for r in (plain, marked, many)] == [0, 1, 0]
+    assert many.assembly != plain.assembly
+    if plain.instructions is None:
+        pytest.skip("this Triton has no tool that prints machine code")
+    assert 100 < plain.instructions < marked.instructions < plain.instructions + 50
+    assert "instructions" in plain.row()
+
+
+def test_instructions_are_counted_without_labels_directives_and_padding():
+    sass = """
+Function:_prologue
+--:-:-:-:1\tLDC R1, c[0x0][0x28];
+01:-:-:Y:4\t@!P0 IMAD.WIDE.U32 R2, R9, 0x8, R2;
+LBB6:
+--:-:-:Y:0\tBRA LBB6;
+--:-:-:Y:0\tNOP;
+"""
+    amd = """
+\t.text
+_prologue:                              ; @_prologue
+; %bb.0:
+\ts_load_dword s3, s[0:1], 0xa0
+\tv_lshlrev_b32_e32 v1, 1, v0            ; 4 bytes
+\ts_nop 1
+.LBB0_2:
+\ts_endpgm
+    .name:           _prologue
+"""
+    assert (count_instructions(sass), count_instructions(amd), count_instructions("")) == (3, 3, 0)
+
+
+def test_what_a_machine_compiles_for():
+    def machine(**fields):
+        return Machine(
+            name="m", profile="cuda", device_name="m", cpu_cores=1, versions={}, **fields
+        )
+
+    nvidia = machine(device="cuda", arch="sm_90", wavefront=32)
+    assert Target.of(nvidia) == TARGETS[-1]
+    dcu = machine(device="cuda", arch="gfx936", wavefront=64)
+    assert Target.of(dcu) == VENDOR_TARGETS[0]
+    with pytest.raises(ValueError, match="m has no accelerator"):
+        Target.of(machine(device="cpu", arch="x86_64"))
 
 
 def test_readers_name_what_is_missing():

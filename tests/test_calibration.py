@@ -6,6 +6,8 @@ hundred thousand elements, where bf16 takes some of ten million.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -147,6 +149,20 @@ def test_further_batches_tell_the_last_candidates_apart():
     assert more[0].elements > first[0].elements
     with pytest.raises(ValueError, match="at least one batch"):
         fit(lambda batch: observed(batch, numerics), [], COMPACT)
+
+
+def test_pairs_of_trees_that_fit_as_well_are_all_named(inputs):
+    """Of K every fourth element is zero, so that neighbours in sequence and in pairs add alike."""
+    pairwise = Reduction(16, 4, order="pairwise")
+    qkv = inputs.qkv.clone()
+    qkv[:, 2 * COMPACT.q_size : -COMPACT.kv_size][:, 3::4] = 0
+    some = replace(inputs, qkv=qkv)
+    numerics = Numerics("fp32_through", STRIDED, "none", NEIGHBOURS)
+    target = observed(some, numerics)
+    ranked = fit(lambda _: target, [some], COMPACT, [pairwise, STRIDED, NEIGHBOURS])
+    fitting = [one.numerics for one in ranked if one.mismatches == 0]
+    assert fitting == [replace(numerics, k_reduction=pairwise), numerics]
+    assert len({one.elements for one in ranked[:2]}) == 1
 
 
 def test_candidates_are_rejected_by_as_many_mismatches_as_asked_for():

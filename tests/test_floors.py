@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+from fusion_evidence.kernels import fused
 from fusion_evidence.kernels.shapes import preset
 from fusion_evidence.lib.measure.floors import accesses, copy_candidates, empty_kernel
 from fusion_evidence.lib.measure.inputs import OUTPUTS, POISON, prologue_inputs, run
@@ -155,8 +156,11 @@ def test_compiled_copies_move_16_bytes_at_a_time():
         assert all(wide in move for move in moves), moves
 
 
-def test_accesses_touch_what_the_op_touches(monkeypatch):
+@pytest.mark.parametrize("heads", [1, 2])
+def test_accesses_touch_what_the_op_touches(monkeypatch, heads):
     shape = preset("compact")
+    assert shape.q_heads % heads == shape.kv_heads % heads == 0
+    monkeypatch.setattr(fused, "choose_launch", lambda tokens, shape: fused.Launch(heads))
     inputs = prologue_inputs(shape, 3, padding=1, device=DEVICE)
     new_empty = torch.Tensor.new_empty
 
@@ -168,9 +172,13 @@ def test_accesses_touch_what_the_op_touches(monkeypatch):
     found = run(accesses, inputs, shape, None)
     for name in OUTPUTS[:4]:
         assert not found[name].isnan().any(), name
-    heads = inputs.qkv[:, : 2 * shape.q_size].unflatten(-1, (shape.q_heads, 2, shape.head_dim))
-    assert torch.equal(found["gate"], heads[:, :, 1].flatten(1))
+    rows = inputs.qkv[:, : 2 * shape.q_size].unflatten(-1, (shape.q_heads, 2, shape.head_dim))
+    assert torch.equal(found["gate"], rows[:, :, 1].flatten(1))
     assert torch.equal(found["v"].flatten(1), inputs.qkv[:, -shape.kv_size :])
+    # Beyond the rotary columns a weight is all that is added; the interpreter truncates to bf16.
+    plain = slice(shape.rotary_dim, None)
+    added = inputs.q_weight[plain].float() + rows[:, :, 0, plain].float()
+    assert torch.allclose(found["q"][..., plain].float(), added, rtol=2**-7, atol=0)
     for cache, rows in (("key_cache", found["k"]), ("value_cache", found["v"])):
         flat = found[cache].flatten(0, 1)
         for token, slot in enumerate(inputs.slot_mapping.tolist()):

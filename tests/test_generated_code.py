@@ -450,3 +450,16 @@ k.run(a)
     assert normalized(tuning + code) == normalized(code)
     assert launches(tuning + code) == launches(code) >= 1
     assert launches(normalized(code)) == launches(code)
+
+
+def test_what_tunes_and_benchmarks_is_left_out_everywhere():
+    """The copy for tuning launches nothing, and a kernel's own benchmark does not end the code."""
+    tuning = f'r"""\nCompile-time auto-tuning block:\n{CLONE}\n"""\n'
+    own = CLONE.replace("''', device_str", "\n\ndef get_args():\n    return ()\n''', device_str", 1)
+    assert own != CLONE
+    for code in (tuning + CLONE, own):
+        assert kernels_touching(code, CACHE) == kernels_touching(CLONE, CACHE)
+        assert unknown_sizes(code, CACHE) == []
+        assert launches(code) == launches(CLONE) == 4
+    assert "runner = Runner" in normalized(own)
+    assert normalized(tuning + CLONE) == normalized(CLONE)

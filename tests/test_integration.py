@@ -15,6 +15,7 @@ from fusion_evidence.kernels.numerics import Numerics, Reduction
 from fusion_evidence.kernels.shapes import preset
 from fusion_evidence.lib.attribution import integration as i
 from fusion_evidence.lib.attribution.calibrated import StaleCalibration
+from fusion_evidence.lib.attribution.fingerprint import Fingerprint
 from fusion_evidence.lib.measure.machine import detect
 from fusion_evidence.lib.measure.timing import summarize
 from fusion_evidence.lib.report.evidence import Evidence, Measurement
@@ -62,6 +63,46 @@ def test_what_the_records_computed_is_found_and_written(calibrated):
         assert f"{graph} computes fp32_through" in why
     rejected = calibrated.found("prefill").rejected
     assert max(one.mismatches for one in rejected) >= i.ENOUGH
+
+
+def fingerprint(graph, *fits, mismatches=0):
+    return Fingerprint(graph, fits[0], "float16", mismatches, 9, 9, (0,), fits[1:], ())
+
+
+def test_of_candidates_that_fit_the_one_another_graph_settles_is_taken():
+    other, third = replace(KNOWN, contraction="none"), replace(KNOWN, contraction="sin")
+    tied = fingerprint("prefill", other, third, KNOWN)
+    prints = {"decode": fingerprint("decode", KNOWN), "prefill": tied}
+    found = i.settled(prints)
+    assert found["decode"] == prints["decode"]
+    assert (found["prefill"].closest, found["prefill"].alike) == (KNOWN, (other, third))
+    assert i.settling(found, "prefill") == "decode"
+    assert i.calibration_of(found["prefill"]).numerics == KNOWN
+    for decode in (
+        fingerprint("decode", KNOWN, other),  # tied itself
+        fingerprint("decode", KNOWN, mismatches=1),
+        fingerprint("decode", replace(KNOWN, rounding="storage")),  # fits here only
+    ):
+        found = i.settled({"decode": decode, "prefill": tied})
+        assert found == {"decode": decode, "prefill": tied}
+        assert i.settling(found, "prefill") is None
+
+
+def test_what_was_taken_of_several_is_said(records, tmp_path, monkeypatch):
+    other = replace(KNOWN, contraction="none")
+
+    def identify(captured, graph, *_, **__):
+        return fingerprint(graph, *((other, KNOWN) if graph == "prefill" else (KNOWN,)))
+
+    monkeypatch.setattr(i, "identify", identify)
+    found = i.calibrate(*records, tmp_path / "calibration.json", PINS)
+    assert found.found("prefill").numerics == KNOWN
+    verdict, why = found.verdict("prefill", 1)
+    assert verdict == "PASS_WITH_LIMITATIONS"
+    assert f"taken: {KNOWN}, which decode computes and no other candidate" in why
+    assert found.facts("prefill")["also_fit"] == str(other)
+    assert found.facts("decode")["also_fit"] == "none"
+    assert "taken" not in found.verdict("decode", 1)[1]
 
 
 def test_at_start_up_the_sample_is_computed_again(calibrated):
@@ -308,6 +349,32 @@ def test_bits_and_times_come_from_one_process(integrated, tmp_path):
 
 FINE = i.Outcome("rebuild", 0, 8, 0, 64, 0, 2, 8)
 FLOOR = replace(FINE, records=3, logits=9)
+
+
+def test_the_prediction_stands_beside_notebook_01s():
+    def alone(compiled, fused):
+        return {"compiled": summarize([compiled], "given"), "fused": summarize([fused], "given")}
+
+    def timed(value, **labels):
+        labels = dict(T=1, shape="s", positions="3d", cache="hot") | labels
+        return Measurement(metric="time", labels=labels, value=value)
+
+    here = {"hot": alone(10.0, 1.5), "cold": alone(12.0, 2.0)}
+    measured = [
+        timed(11.5, impl="compiled"),
+        timed(1.5, impl="fused"),
+        timed(9.0, impl="fused", positions="1d"),
+        timed(14.0, impl="compiled", cache="cold"),  # its kernel was not timed
+    ]
+    first = Evidence(notebook="01", run="complete", measurements=measured)
+    table = i.predictions(here, first, "s", 16)
+    assert table["saved a token, us"].to_dict() == {
+        ("here, pinned", "hot"): 136.0,
+        ("here, pinned", "cold"): 160.0,
+        ("notebook 01", "hot"): 160.0,
+    }
+    none = Evidence(notebook="01", run="not_run")
+    assert len(i.predictions(here, none, "s", 16)) == 2
 
 
 def test_the_floor_is_named():

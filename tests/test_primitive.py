@@ -284,7 +284,8 @@ BOTH = {(1, "3d"): timed(vllm=20.0), (1, "1d"): timed(aiter=20.0)}
         (BOTH | {(1, "3d"): timed(vllm=16.0)}, "FAIL"),
         (BOTH | {(1, "1d"): timed(aiter=11.0)}, "PASS_WITH_LIMITATIONS"),
         (BOTH | {(1, "1d"): timed(aiter=10.5)}, "FAIL"),
-        (BOTH | {(1024, "1d"): timed(aiter=10.1)}, "PASS"),
+        (BOTH | {(1024, "1d"): timed(aiter=10.2)}, "PASS"),
+        (BOTH | {(1024, "1d"): timed(aiter=10.05)}, "PASS_WITH_LIMITATIONS"),  # level
         (BOTH | {(1024, "1d"): timed(aiter=9.95)}, "PASS_WITH_LIMITATIONS"),
         (BOTH | {(4096, "1d"): timed(aiter=9.5)}, "FAIL"),
         (BOTH | {(1, "3d"): timed(control=10.5, vllm=20.0)}, "INCONCLUSIVE"),
@@ -296,6 +297,8 @@ def test_the_verdict_on_peers(timings, verdict):
     assert found == verdict
     assert (" at T=" in why) == (verdict != "NOT_RUN")
     assert ("aiter not timed" in why) == (len(timings) == 1 and verdict != "NOT_RUN")
+    level = verdict == "PASS_WITH_LIMITATIONS" and (1024, "1d") in timings
+    assert why.startswith("level with aiter at T=1024; 0.") == level
 
 
 LIMITS = {1: 1.5, 1024: 1.08}
@@ -308,6 +311,7 @@ LIMITS = {1: 1.5, 1024: 1.08}
         ({1: timed(copy=6.6), 1024: timed(copy=9.3)}, "FAIL"),
         ({1: timed(copy=6.7), 1024: timed(copy=9.2)}, "FAIL"),
         ({1: timed(copy=6.7), 1024: timed(copy=9.3), 64: timed(copy=1.0)}, "PASS"),
+        ({1: timed(copy=6.7, accesses=11.0), 1024: timed(copy=9.3)}, "PASS"),
         ({1: timed(copy=6.7)}, "INCONCLUSIVE"),
         ({}, "INCONCLUSIVE"),
     ],
@@ -318,3 +322,16 @@ def test_the_verdict_on_the_floor(timings, verdict):
     assert found == verdict
     assert ("not timed: T=" in why) == (verdict == "INCONCLUSIVE")
     assert ("T=1: 1.4" in why or "T=1: 1.5" in why) == bool(timings)
+    assert ("(no floor at T = 1)" in why) == any(
+        times["accesses"].median_us > times["fused"].median_us for times in timings.values()
+    )
+
+
+def test_a_floor_that_is_missed_is_named_first():
+    timings = {1: timed(copy=6.7), 1024: timed(copy=9.2)}
+    ratios = {T: timing.ratio(times["fused"], times["copy"]) for T, times in timings.items()}
+    why = primitive.near_the_floor(ratios, timings, LIMITS)[1]
+    assert why.startswith("FAIL at T = 1024 only: 1.087, at most 1.08 wanted; times the best copy")
+    ratios[1] = (1.6, 1.6, 1.6)
+    why = primitive.near_the_floor(ratios, timings, LIMITS)[1]
+    assert why.startswith("FAIL at T = 1, 1024: 1.600, at most 1.5 wanted, 1.087, at most 1.08")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import get_args
 
 from torch import Tensor
@@ -61,7 +62,7 @@ def fit(
     heads, needs many tokens to tell its trees apart. Further batches are taken, and only candidates with
     fewer than ``reject`` mismatches tried on them, until each side has one left or there is no batch. The
     ranking has one tree for both sides; a pair of trees stands at its head where it is better than any
-    single one.
+    single one, and with it every other pair without a mismatch.
 
     Args:
         observe: outputs ``q`` and ``k`` of the code in question.
@@ -124,16 +125,23 @@ def _ranked(
     ranked.sort(key=lambda one: one.mismatches)
     pairs = []
     for contraction in dict.fromkeys(way[0] for way in q):
-        q_tree, k_tree = (
-            min(
-                (way for way in side if way[0] == contraction), key=lambda way: side[way].mismatches
-            )[1]
-            for side in (q, k)
-        )
-        both = joined(q[contraction, q_tree], k[contraction, k_tree])
-        pairs.append(Fit(Numerics(rounding, q_tree, contraction, k_tree), *both))
+        q_trees, k_trees = (_nearest_trees(side, contraction) for side in (q, k))
+        for q_tree, k_tree in product(q_trees, k_trees):
+            both = joined(q[contraction, q_tree], k[contraction, k_tree])
+            pairs.append(Fit(Numerics(rounding, q_tree, contraction, k_tree), *both))
     best = min(pairs, key=lambda one: one.mismatches)
-    return [best, *ranked] if best.mismatches < ranked[0].mismatches else ranked
+    if best.mismatches >= ranked[0].mismatches:
+        return ranked
+    fitting = [one for one in pairs if one.mismatches == 0]
+    return [*(fitting or [best]), *ranked]
+
+
+def _nearest_trees(
+    side: Mapping[tuple[Contraction, Reduction], Comparison], contraction: Contraction
+) -> list[Reduction]:
+    """The tree with the fewest mismatches under this contraction, or all that have as few."""
+    found = {tree: one.mismatches for (way, tree), one in side.items() if way == contraction}
+    return [tree for tree, mismatches in found.items() if mismatches == min(found.values())]
 
 
 @dataclass(frozen=True)

@@ -197,7 +197,7 @@ ARMS = {
     "integrated": "calibrated op at T = 1, prefill as it was",
     "per_op": "the same, rounded after every operation",
     "other_tree": "the same, another order of adding",
-    "opaque_eager__fused": "calibrated op at T = 1, an opaque one at every other T",
+    "opaque_eager__fused": "calibrated op at T = 1, opaque eager code at every other T",
     "opaque_fused__fused": "the calibrated op at every T",
 }
 """What can be held against the baseline."""
@@ -272,7 +272,7 @@ class Calibrated:
             "bound": found.bound,
             "rejected": len(found.rejected),
             "fewest_mismatches": min((one.mismatches for one in found.rejected), default=0),
-            "alike": len(found.alike),
+            "also_fit": _some([str(one.numerics) for one in found.alike]),
         }
 
     def verdict(self, graph: Graph, least: int) -> tuple[str, str]:
@@ -283,10 +283,42 @@ class Calibrated:
         if found is None:
             return "FAIL", said
         few = found.rejected_by_fewer_than(ENOUGH)
+        if found.alike:
+            said += f"; taken: {found.numerics}"
+            other = settling(self.prints, graph)
+            said += f", which {other} computes and no other candidate" if other else ""
         said += f"; {len(found.rejected)} candidates rejected"
         said += f", {len(few)} of them by fewer than {ENOUGH} mismatches" if few else ""
         limited = found.elements < least or found.alike or few
         return ("PASS_WITH_LIMITATIONS" if limited else "PASS"), said
+
+
+def _some(names: Sequence[str], most: int = 4) -> str:
+    rest = len(names) - most
+    return "; ".join(sorted(names)[:most] + [f"{rest} more"] * (rest > 0)) or "none"
+
+
+def settled(prints: Mapping[Graph, Fingerprint]) -> dict[Graph, Fingerprint]:
+    """The same, where several candidates fit with the one as ``closest`` that another graph of the model
+    computes beyond doubt; without such a graph with the first that was tried, as before."""
+    found = {}
+    for graph, one in prints.items():
+        known = [sure for other, sure in _sure(prints).items() if other != graph]
+        taken = next((way for way in one.alike if way in known), one.closest)
+        fits = [one.closest, *one.alike]
+        rest = tuple(way for way in fits if way != taken)
+        found[graph] = replace(one, closest=taken, alike=rest)
+    return found
+
+
+def settling(prints: Mapping[Graph, Fingerprint], graph: Graph) -> Graph | None:
+    """Which other graph computes beyond doubt what was taken for ``graph``."""
+    taken = prints[graph].closest
+    return next((g for g, sure in _sure(prints).items() if g != graph and sure == taken), None)
+
+
+def _sure(prints: Mapping[Graph, Fingerprint]) -> dict[Graph, Numerics]:
+    return {g: one.numerics for g, one in prints.items() if one.numerics and not one.alike}
 
 
 def calibrate(
@@ -303,7 +335,8 @@ def calibrate(
         inputs, observed: recordings as of `fingerprint`. pins: those of both runs.
         machine: the one they were made on; default: this one.
 
-    A graph of which nothing can be said, or that no candidate reproduces, is left out of the file.
+    A graph of which nothing can be said, or that no candidate reproduces, is left out of the file. Of
+    several that reproduce it the file has the one that another graph settles, see `settled`.
     """
     began = time.perf_counter()
     shape = RecordFile(inputs).shape
@@ -316,6 +349,7 @@ def calibrate(
             prints[graph] = identify(sample[graph], graph, shape, reject=ENOUGH)
         except ValueError as error:
             errors[graph] = str(error)
+    prints = settled(prints)
     graphs: dict[Graph, GraphCalibration] = {
         graph: calibration_of(found)
         for graph, found in prints.items()
@@ -659,6 +693,25 @@ def primitive_times(
                 arms, shape, 1, machine, cold=cache == "cold", seed=seed, samples=samples
             )
     return found
+
+
+def predictions(
+    alone: Mapping[str, Mapping[str, Timing]], first: Evidence, shape: str, layers: int
+) -> pd.DataFrame:
+    """Region and kernel alone at T = 1 in us, and what they save a token of ``layers``: of
+    `primitive_times`, and of notebook 01's result ``first``, as far as it has them."""
+    rows = {
+        ("here, pinned", cache): (times["compiled"].median_us, times["fused"].median_us)
+        for cache, times in alone.items()
+    }
+    for cache in alone:
+        at: dict[str, Any] = dict(T=1, cache=cache, shape=shape, positions="3d")
+        compiled, kernel = (first.value("time", impl=impl, **at) for impl in ("compiled", "fused"))
+        if compiled is not None and kernel is not None:
+            rows["notebook 01", cache] = float(compiled), float(kernel)
+    table = pd.DataFrame(rows, index=["compiled, us", "kernel, us"]).T
+    table["saved a token, us"] = (table["compiled, us"] - table["kernel, us"]) * layers
+    return table.rename_axis(["taken", "buffers"])
 
 
 @dataclass(frozen=True)

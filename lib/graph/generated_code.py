@@ -80,11 +80,40 @@ _KERNEL = re.compile(
     re.DOTALL | re.MULTILINE,
 )
 # The benchmark harness at the end: never run by the model, full of the sizes of the first trace.
-_HARNESS = re.compile(r"^def (get_args|benchmark_compiled_module)\b.*\Z", re.DOTALL | re.MULTILINE)
+_HARNESS = re.compile(r"^def (get_args|benchmark_compiled_module)\b", re.MULTILINE)
 # A copy of the kernels, as a string, that tuning at compile time leaves before the code.
 _TUNING = re.compile(
     r'\A\s*r?"""\s*Compile-time auto-tuning block:.*?^"""', re.DOTALL | re.MULTILINE
 )
+
+
+@dataclass(frozen=True)
+class _Running:
+    """Generated code without what tunes it before and benchmarks it after, taken apart.
+
+    kernels: the definitions of generated kernels, in order. wrapper: the rest, which launches them.
+    harness: the benchmark that was cut off, with the sizes of the first trace; empty if there is none.
+    """
+
+    code: str
+    harness: str
+
+    @classmethod
+    def of(cls, code: str) -> _Running:
+        code = _TUNING.sub("", code)
+        # A kernel's own benchmark lies inside its definition and goes with it.
+        outside = _KERNEL.sub(lambda kernel: " " * len(kernel[0]), code)
+        harness = _HARNESS.search(outside)
+        end = harness.start() if harness else len(code)
+        return cls(code[:end], code[end:])
+
+    @property
+    def kernels(self) -> list[re.Match[str]]:
+        return list(_KERNEL.finditer(self.code))
+
+    @property
+    def wrapper(self) -> str:
+        return _KERNEL.sub("", self.code)
 
 
 def normalized(code: str) -> str:
@@ -92,7 +121,6 @@ def normalized(code: str) -> str:
 
     Without comments, blank lines, what tunes and benchmarks it, hashes and the names of cache files.
     """
-    code = _HARNESS.sub("", _TUNING.sub("", code))
 
     def body(match: re.Match[str]) -> str:
         text = match["body"]
@@ -102,7 +130,7 @@ def normalized(code: str) -> str:
             stripped = re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.DOTALL)
         return match[0].replace(text, stripped)
 
-    code = _without_comments(_KERNEL.sub(body, code))
+    code = _without_comments(_KERNEL.sub(body, _Running.of(code).code))
     code = re.sub(r'"[^"\n]*torchinductor[^"\n]*\.h"', '"prefix.h"', code)
     code = re.sub(r"'[^'\n]*torchinductor[^'\n]*'", "'cache'", code)
     code = re.sub(r"\b[0-9A-F]{64}\b", "hash", code)
@@ -147,9 +175,9 @@ class Sized:
 
 def launches(code: str) -> int:
     """Calls of generated kernels in the code that runs: library calls and custom operators are none."""
-    code = _HARNESS.sub("", _TUNING.sub("", code))
-    kernels = {match["name"] for match in _KERNEL.finditer(code)}
-    calls = (_read_call(line.strip()) for line in _KERNEL.sub("", code).splitlines())
+    running = _Running.of(code)
+    kernels = {match["name"] for match in running.kernels}
+    calls = (_read_call(line.strip()) for line in running.wrapper.splitlines())
     return sum(call is not None and call[0] in kernels for call in calls)
 
 
@@ -218,10 +246,9 @@ _LINE = {
 def _sizes(code: str) -> _Sizes:
     if "async_compile" not in code and not re.search(r"^\s*def call\(", code, re.MULTILINE):
         raise ValueError("not the Python wrapper code of an Inductor graph: no call() in it")
-    kernels = {m["name"]: _read_kernel(m["kind"], m["body"]) for m in _KERNEL.finditer(code)}
-    harness = _HARNESS.search(code)
-    hints = _read_hints(harness[0]) if harness else {}
-    wrapper = _HARNESS.sub("", _KERNEL.sub("", code))
+    running = _Running.of(code)
+    kernels = {m["name"]: _read_kernel(m["kind"], m["body"]) for m in running.kernels}
+    hints = _read_hints(running.harness)
 
     symbols: dict[str, int | None] = {}  # s77 and the like; None if its value is not known
     numels: dict[str, str] = {}  # sizes that the wrapper works out before a launch
@@ -234,7 +261,7 @@ def _sizes(code: str) -> _Sizes:
         size = size or _Value("?", None, True)
         items.append(Sized(what, name, size.text, size.value, size.symbolic))
 
-    for raw in wrapper.splitlines():
+    for raw in running.wrapper.splitlines():
         line = re.sub(r"\s+#.*$", "", raw).strip()
         if found := _LINE["asserted"].search(line):
             name, size = found[1], _elements(found[2], symbols)

@@ -24,6 +24,7 @@ from typing import Any
 from fusion_evidence.kernels.fused import Launch
 from fusion_evidence.kernels.numerics import Numerics
 from fusion_evidence.kernels.shapes import AttentionShape, preset
+from fusion_evidence.lib.measure.machine import Machine
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,17 @@ class Target:
 
     def __str__(self) -> str:
         return f"sm_{self.arch}" if self.backend == "cuda" else str(self.arch)
+
+    @classmethod
+    def of(cls, machine: Machine) -> Target:
+        """What Triton compiles for on this machine. ValueError: it has no accelerator."""
+        if machine.device == "cpu":
+            raise ValueError(f"{machine.name} has no accelerator to compile for")
+        number = machine.arch.removeprefix("sm_")
+        cuda = number != machine.arch
+        return cls(
+            "cuda" if cuda else "hip", int(number) if cuda else number, machine.wavefront or 64
+        )
 
 
 TARGETS = (Target("hip", "gfx90a", 64), Target("hip", "gfx942", 64), Target("cuda", 90, 32))
@@ -60,6 +72,7 @@ class Resources:
     occupancy: wavefronts that fit at a time on one SIMD (HIP, as the compiler states it) or on one
         multiprocessor (CUDA, derived from the compiler's figures and the architecture's limits);
         occupancy_source says which.
+    instructions: of the machine, in the whole kernel; None where its assembly cannot be had.
     unavailable: why there are no figures, in the compiler's own words, else empty.
     assembly: the text all this was read from.
     """
@@ -76,6 +89,7 @@ class Resources:
     shared_bytes: int | None = None
     occupancy: int | None = None
     occupancy_source: str = ""
+    instructions: int | None = None
     unavailable: str = ""
     assembly: str = field(default="", repr=False)
 
@@ -90,12 +104,16 @@ def resources(
     shape: AttentionShape | None = None,
     numerics: Numerics | Sequence[Numerics] | None = None,
     launches: Sequence[Launch] | None = None,
+    *,
+    tokens: int = 256,
+    marker: bool = False,
 ) -> list[Resources]:
     """Compile the fused kernel for every target, numerics and launch, in that order of nesting.
 
     ``shape`` defaults to the article's (``qwen3.5-27b``), always in bf16 with three position rows;
     ``numerics`` to `Numerics`'s own default, ``launches`` to 1, 2 and 4 heads a program as far as they
-    divide the shape's. Takes a few seconds a target and touches no device.
+    divide the shape's. ``tokens``: of the call, whose sizes the compiler specializes for; ``marker``: it
+    counts its runs. Takes a few seconds a target and touches no device.
     A target that this Triton cannot compile for (a vendor's may know its own alone) is ``unavailable``.
     """
     shape = shape or preset("qwen3.5-27b")
@@ -105,7 +123,9 @@ def resources(
         common = math.gcd(shape.q_heads, shape.kv_heads)
         launches = [Launch(heads) for heads in (1, 2, 4) if common % heads == 0]
     with ThreadPoolExecutor(max_workers=2) as pool:
-        jobs = [pool.submit(_of_target, t, shape, policies, launches) for t in targets]
+        jobs = [
+            pool.submit(_of_target, t, shape, policies, launches, tokens, marker) for t in targets
+        ]
         return [result for job in jobs for result in job.result()]
 
 
@@ -162,16 +182,27 @@ def read_ptxas(text: str) -> dict[str, Any]:
     )
 
 
+def count_instructions(assembly: str) -> int:
+    """Instructions in AMD's assembly or in NVIDIA's as Triton prints it: no labels, directives, padding."""
+    # NVIDIA's stand behind what the scheduler is told and, some of them, a predicate.
+    instruction = re.compile(
+        r"^(?:\S+:\S+)?\t(?:@!?\w+ +)?(?!NOP|s_nop|s_code_end)[A-Za-z]", re.MULTILINE
+    )
+    return len(instruction.findall(assembly))
+
+
 def _of_target(
     target: Target,
     shape: AttentionShape,
     policies: Sequence[Numerics],
     launches: Sequence[Launch],
+    tokens: int,
+    marker: bool,
 ) -> list[Resources]:
     with tempfile.TemporaryDirectory() as cache:
         done = subprocess.run(
             [sys.executable, "-m", __name__],
-            input=pickle.dumps((target, shape, policies, launches)),
+            input=pickle.dumps((target, shape, policies, launches, tokens, marker)),
             capture_output=True,
             env=os.environ
             | dict(TRITON_INTERPRET="0", TRITON_CACHE_DIR=cache, TRITON_DUMP_PTXAS_LOG="1"),
@@ -197,7 +228,7 @@ def _of_target(
         ]
     version, results = pickle.loads(done.stdout)
     found = []
-    for (policy, launch), (text, shared, report) in zip(cases, results, strict=True):
+    for (policy, launch), (text, machine_code, shared, report) in zip(cases, results, strict=True):
         if target.backend == "hip":
             figures = read_amdgcn(text)
         elif report.strip():
@@ -211,6 +242,7 @@ def _of_target(
                 heads=launch.heads,
                 reduction=str(policy.reduction),
                 compiler=version,
+                instructions=count_instructions(machine_code) if machine_code else None,
                 assembly=text,
                 **{"wavefront": target.wavefront, **figures},
             )
@@ -243,9 +275,9 @@ class _Interceptor:
 
 
 def _arguments(
-    shape: AttentionShape, numerics: Numerics, launch: Launch
+    shape: AttentionShape, numerics: Numerics, launch: Launch, tokens: int, marker: bool
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional arguments and options of the launch of many tokens, on tensors without memory."""
+    """Positional arguments and options of the launch, on tensors without memory."""
     import torch
 
     from fusion_evidence.kernels import fused
@@ -253,7 +285,7 @@ def _arguments(
     def empty(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device="meta")
 
-    tokens, dim = 256, shape.head_dim
+    dim = shape.head_dim
     cache = empty(64, 16, shape.kv_heads, dim)
     kernel, fused._prologue = fused._prologue, _Interceptor()
     try:
@@ -269,6 +301,7 @@ def _arguments(
             shape,
             numerics,
             launch=launch,
+            marker=empty(1, dtype=torch.int64) if marker else None,
         )
     except _Intercepted as intercepted:
         return intercepted.arguments, intercepted.options
@@ -278,9 +311,15 @@ def _arguments(
 
 
 def _compile(
-    target: Target, shape: AttentionShape, numerics: Numerics, launch: Launch
-) -> tuple[str, int, str]:
-    """Assembly, bytes of shared memory asked for at the launch, and what the compiler printed."""
+    target: Target,
+    shape: AttentionShape,
+    numerics: Numerics,
+    launch: Launch,
+    tokens: int,
+    marker: bool,
+) -> tuple[str, str, int, str]:
+    """Assembly, the machine's own (CUDA's is PTX's translation), bytes of shared memory asked for at the
+    launch, and what the compiler printed."""
     import torch
     import triton
     from triton.backends.compiler import GPUTarget
@@ -289,7 +328,7 @@ def _compile(
     from fusion_evidence.kernels import fused
 
     kernel = fused._prologue
-    arguments, options = _arguments(shape, numerics, launch)
+    arguments, options = _arguments(shape, numerics, launch, tokens, marker)
     constants = {name: options.pop(name) for name in kernel.arg_names if name in options}
     signature = dict.fromkeys(constants, "constexpr")
     attributes = {}
@@ -320,14 +359,23 @@ def _compile(
     with contextlib.redirect_stdout(io.StringIO()) as log:
         compiled = triton.compile(source, target=gpu, options=options)
     text = compiled.asm["amdgcn" if target.backend == "hip" else "ptx"]
-    return text, compiled.metadata.shared, log.getvalue()
+    machine_code = text if target.backend == "hip" else _sass(compiled)
+    return text, machine_code, compiled.metadata.shared, log.getvalue()
 
 
-def _results() -> Iterator[tuple[str, int, str]]:
-    target, shape, policies, launches = pickle.load(sys.stdin.buffer)
+def _sass(compiled: Any) -> str:
+    """NVIDIA's machine code as text; empty without the tool that prints it, which a Triton may lack."""
+    try:
+        return str(compiled.asm["sass"])
+    except Exception:
+        return ""
+
+
+def _results() -> Iterator[tuple[str, str, int, str]]:
+    target, shape, policies, launches, tokens, marker = pickle.load(sys.stdin.buffer)
     for policy in policies:
         for launch in launches:
-            yield _compile(target, shape, policy, launch)
+            yield _compile(target, shape, policy, launch, tokens, marker)
 
 
 if __name__ == "__main__":

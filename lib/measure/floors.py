@@ -1,8 +1,8 @@
 """What no kernel can beat: an empty kernel, and the fastest copy of the same bytes.
 
 A copy is a floor only if nobody has a faster one, so there are several candidates: time them all
-and take the best. Between copy and op stands `accesses`, the op's accesses without its arithmetic.
-The kernels assume no wavefront width.
+and take the best. Between copy and op stands `accesses`, the op's accesses, laid out alike, without its
+arithmetic. The kernels assume no wavefront width.
 """
 
 from __future__ import annotations
@@ -85,39 +85,54 @@ def _accesses(  # type: ignore[no-untyped-def]
     qkv, q_weight, k_weight, cos_sin, positions, slots, q_out, k_out, v_out, gate_out, keys, values,
     width, table_width, position_row,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
+    HEADS: tl.constexpr,
 ):  # fmt: skip
-    token = (tl.program_id(0) // (Q_HEADS + KV_HEADS)).to(tl.int64)
-    head = tl.program_id(0) % (Q_HEADS + KV_HEADS)
+    # Laid out as the fused kernel: K heads first, HEADS of them a program, every load before the stores.
+    Q_GROUPS: tl.constexpr = Q_HEADS // HEADS
+    K_GROUPS: tl.constexpr = KV_HEADS // HEADS
+    program = tl.program_id(0)
+    after = program - tl.num_programs(0) // (Q_GROUPS + K_GROUPS) * K_GROUPS
+    query = after >= 0
+    token = tl.where(query, after // Q_GROUPS, program // K_GROUPS).to(tl.int64)
+    head = tl.where(query, after % Q_GROUPS, program % K_GROUPS) * HEADS
     lane, column = tl.arange(0, HALF), tl.arange(0, DIM)
     position = tl.load(positions + (lane % 3) * position_row + token)
     slot = tl.load(slots + token)
-    query = head < Q_HEADS
     row = qkv + token * width
     if query:
-        source, weight, copied = row + head * (2 * DIM), q_weight, row + head * (2 * DIM) + DIM
+        source, step, weight = row + head * (2 * DIM), 2 * DIM, q_weight
+        copied = source + DIM
         place = (token * Q_HEADS + head) * DIM
         out, copied_out = q_out + place, gate_out + place
     else:
-        head -= Q_HEADS
-        source, weight = row + (2 * Q_HEADS + head) * DIM, k_weight
+        source, step, weight = row + (2 * Q_HEADS + head) * DIM, DIM, k_weight
         copied = source + KV_HEADS * DIM
         place = (token * KV_HEADS + head) * DIM
         out, copied_out = k_out + place, v_out + place
-    x, w, second = tl.load(source + column), tl.load(weight + column), tl.load(copied + column)
-    first = tl.load(source + lane).to(tl.float32)
+    w = tl.load(weight + column).to(tl.float32)
+    xs, firsts, copies = (), (), ()
+    for i in tl.static_range(HEADS):
+        xs += (tl.load(source + i * step + column),)
+        firsts += (tl.load(source + i * step + lane),)
+        copies += (tl.load(copied + i * step + column),)
     entry = cos_sin + position * table_width + lane
-    turned = first + tl.load(entry).to(tl.float32) + tl.load(entry + HALF).to(tl.float32)
-    y = x.to(tl.float32) + w.to(tl.float32)
-    tl.store(copied_out + column, second)
-    tl.store(out + column, y, mask=column >= 2 * HALF)
-    tl.store(out + lane, turned)
-    tl.store(out + HALF + lane, turned)
-    if (slot >= 0) & (not query):
-        cached = (slot * KV_HEADS + head) * DIM
-        tl.store(values + cached + column, second)
-        tl.store(keys + cached + column, y, mask=column >= 2 * HALF)
-        tl.store(keys + cached + lane, turned)
-        tl.store(keys + cached + HALF + lane, turned)
+    looked_up = tl.load(entry).to(tl.float32) + tl.load(entry + HALF).to(tl.float32)
+    cached = (slot * KV_HEADS + head) * DIM
+    for i in tl.static_range(HEADS):
+        tl.store(copied_out + i * DIM + column, copies[i])
+        if (slot >= 0) & (not query):
+            tl.store(values + cached + i * DIM + column, copies[i])
+    for i in tl.static_range(HEADS):
+        y = xs[i].to(tl.float32) + w
+        turned = firsts[i].to(tl.float32) + looked_up
+        tl.store(out + i * DIM + column, y, mask=column >= 2 * HALF)
+        tl.store(out + i * DIM + lane, turned)
+        tl.store(out + i * DIM + HALF + lane, turned)
+        if (slot >= 0) & (not query):
+            key = keys + cached + i * DIM
+            tl.store(key + column, y, mask=column >= 2 * HALF)
+            tl.store(key + lane, turned)
+            tl.store(key + HALF + lane, turned)
 
 
 def accesses(
@@ -134,10 +149,11 @@ def accesses(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Every load and store of the op, each waiting for what it needs, and no arithmetic to speak of.
 
-    Called like the op. One wavefront reads a head's row, its pair columns, weight, slot, and the table
-    entries that its position names, and writes what the op writes; norm, reduction and rotation are
-    left out, so the numbers written mean nothing (V and gate are copies and right). What the op takes
-    above this is arithmetic; what this takes above a copy is the price of looking places up.
+    Called like the op, and laid out as it is by `fused.choose_launch`: one wavefront reads its heads' rows,
+    their pair columns, weight, slot, and the table entries that its position names, and writes what the op
+    writes; norm, reduction and rotation are left out, so the numbers written mean nothing (V and gate are
+    copies and right). What the op takes above this is arithmetic; what this takes above a copy is the
+    price of looking places up.
 
     ValueError: tensors that are not contiguous, positions that are not [3, T], rotary_dim / 2 that is
     no power of two. RuntimeError: Triton is not installed.
@@ -149,14 +165,17 @@ def accesses(
         raise ValueError(
             "accesses needs contiguous tensors, positions [3, T] and a power of two as rotary_dim / 2"
         )
+    from fusion_evidence.kernels.fused import choose_launch  # it cannot be imported without Triton
+
     tokens = qkv.shape[0]
     q = qkv.new_empty(tokens, shape.q_heads, shape.head_dim)
     k, v = (qkv.new_empty(tokens, shape.kv_heads, shape.head_dim) for _ in range(2))
     gate = qkv.new_empty(tokens, shape.q_size)
-    _accesses[(tokens * (shape.q_heads + shape.kv_heads),)](
+    heads = choose_launch(tokens, shape).heads
+    _accesses[(tokens * (shape.q_heads + shape.kv_heads) // heads,)](
         *(qkv, q_weight, k_weight, cos_sin, positions, slot_mapping, q, k, v, gate),
         *(key_cache, value_cache, qkv.stride(0), cos_sin.stride(0), positions.stride(0)),
-        *(shape.q_heads, shape.kv_heads, shape.head_dim, half),
+        *(shape.q_heads, shape.kv_heads, shape.head_dim, half, heads),
         num_warps=1,
     )
     return q, k, v, gate
