@@ -130,6 +130,7 @@ def test_a_compilation_is_watched_and_written(tmp_path):
 
 GRAPH = """# from {folder}
 kernel = async_compile.triton('kernel', '/{folder}/ab/ckernel.py')
+async_compile.wait(globals())
 def call(args):
     return args
 """
@@ -142,6 +143,7 @@ def test_a_compilers_cache_is_read_without_the_names_of_its_files(tmp_path):
         folder.mkdir(parents=True)
         (folder / "cgraph.py").write_text(GRAPH.format(folder=folder.parent))
         (folder / "ckernel.py").write_text("def triton_(args):\n    return args\n")
+        (folder / f"ctried{block}.py").write_text("def call(args):\n    return kernel.run(*args)\n")
         chosen = {"XBLOCK": block, "num_warps": 4, "found_by_coordesc": False}
         chosen |= {"configs_hash": "h", "time_taken_ms": block, "triton_cache_hash": "t"}
         (folder / "kernel.best_config").write_text(json.dumps(chosen))

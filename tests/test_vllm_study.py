@@ -387,6 +387,10 @@ def turn(arm, tpots_ms):
     return {arm: ArmResult(name=arm, passes=passes)}
 
 
+def floor(us, pairs=3):
+    return findings.Floor(us, pairs)
+
+
 def test_a_saving_is_of_pairs_and_beside_its_prediction():
     drift = np.linspace(0, 1, 12)  # of the machine, the same for all in a round
     results = turn("article_native", 4 + drift) | turn("article_integrated", 3.8 + drift)
@@ -395,12 +399,15 @@ def test_a_saving_is_of_pairs_and_beside_its_prediction():
     assert saved.value == pytest.approx(200, abs=1e-3)
     assert saved.high - saved.low < 1e-3
     near, far = Effect(190, 185, 195), Effect(100, 95, 105)
-    assert findings.saving_verdict(saved, near, "01", 5.0)[0] == "PASS"
-    assert findings.saving_verdict(saved, near, "01", 40.0)[0] == "PASS_WITH_LIMITATIONS"
-    assert findings.saving_verdict(saved, Effect(170, 169, 171), "01", 20.0)[0] == "INCONCLUSIVE"
-    assert findings.saving_verdict(saved, far, "01", 5.0)[0] == "FAIL"
-    assert findings.saving_verdict(saved, near, "01", 300.0)[0] == "INCONCLUSIVE"
-    assert findings.saving_verdict(saved, None, "no 01", 5.0) == ("NOT_RUN", "no 01")
+    assert findings.saving_verdict(saved, near, "01", floor(5.0))[0] == "PASS"
+    assert findings.saving_verdict(saved, near, "01", floor(40.0))[0] == "PASS_WITH_LIMITATIONS"
+    assert (
+        findings.saving_verdict(saved, Effect(170, 169, floor(171)), "01", 20.0)[0]
+        == "INCONCLUSIVE"
+    )
+    assert findings.saving_verdict(saved, far, "01", floor(5.0))[0] == "FAIL"
+    assert findings.saving_verdict(saved, near, "01", floor(300.0))[0] == "INCONCLUSIVE"
+    assert findings.saving_verdict(saved, None, "no 01", floor(5.0)) == ("NOT_RUN", "no 01")
     with pytest.raises(ValueError, match="three rounds"):
         findings.saved(times["article_native"][:2], times["article_integrated"][:2])
 
@@ -423,14 +430,17 @@ def test_a_difference_is_held_against_servers_of_the_same_kind():
         "range": 200, "plain_again, against plain": -20, "absent_again, against absent": 30,
         "plain, against absent": 5, "range, against absent": 115,
     }  # fmt: skip
-    assert findings.floor_of(effects) == pytest.approx(30, abs=0.1)
+    assert findings.floor_of(effects) == (pytest.approx(30, abs=0.1), 3)
     assert findings.floor_of({"range": effects["range"]}) is None
-    ratio = findings.kept(Effect(46, 43, 49), Effect(50, 50, 50), 11)
+    ratio = findings.kept(Effect(46, 43, 49), Effect(50, 50, 50), floor(11))
     assert (ratio.value, ratio.low, ratio.high) == pytest.approx((0.92, 0.64, 1.2))
-    assert findings.net_verdict(Effect(40, 35, 45), 30.0)[0] == "PASS"
-    assert findings.net_verdict(Effect(40, 25, 45), 30.0)[0] == "INCONCLUSIVE"
-    assert findings.net_verdict(Effect(-20, -25, -15), 30.0)[0] == "INCONCLUSIVE"
-    assert findings.net_verdict(Effect(-40, -45, -35), 30.0)[0] == "FAIL"
+    assert findings.net_verdict(Effect(40, 35, 45), floor(30.0))[0] == "PASS"
+    assert findings.net_verdict(Effect(40, 25, 45), floor(30.0))[0] == "INCONCLUSIVE"
+    assert findings.net_verdict(Effect(-20, -25, -15), floor(30.0))[0] == "INCONCLUSIVE"
+    assert findings.net_verdict(Effect(-40, -45, -35), floor(30.0))[0] == "FAIL"
+    one_pair = floor(30.0, pairs=1)
+    assert findings.net_verdict(Effect(40, 35, 45), one_pair)[0] == "PASS_WITH_LIMITATIONS"
+    assert findings.net_verdict(Effect(-40, -45, -35), one_pair)[0] == "FAIL"
     short = findings.in_turn(
         {name: one.model_copy(update={"passes": one.passes[:2]}) for name, one in results.items()},
         1,
@@ -453,17 +463,17 @@ def test_switched_off_is_the_same_code_and_no_slower_than_an_equal_server():
     small, large = Effect(-5, -6, -4), Effect(-20, -25, -15)
 
     def verdict(results, effect):
-        return findings.off_verdict(results, effect, 10.0)[0]
+        return findings.off_verdict(results, effect, floor(10.0))[0]
 
     same = bare("ab", "ab", "ab", "ab")
-    assert verdict(same, small) == verdict(same, Effect(-20, -50, 10)) == "PASS"
-    assert verdict(same, large) == "FAIL"
+    assert verdict(same, small) == "PASS"
+    assert verdict(same, large) == verdict(same, Effect(-20, -50, 10)) == "INCONCLUSIVE"
     assert verdict(bare("ab", "", "", "ab"), small) == "PASS"
     assert verdict(bare("ab", "ab", "", ""), small) == "PASS_WITH_LIMITATIONS"
     assert verdict(bare("ab", "ac", "ab", "ab"), small) == "PASS_WITH_LIMITATIONS"
     assert verdict(bare("ab", "ab", "", ""), large) == "FAIL"
     assert verdict(bare("ab", "ab", "ac", "ac"), small) == "FAIL"
-    why = findings.off_verdict(bare("ab", "ab", "ac", "ac"), small, 10.0)[1]
+    why = findings.off_verdict(bare("ab", "ab", "ac", "ac"), small, floor(10.0))[1]
     assert "2 of 3 graphs are of one kind alone" in why
 
 
@@ -526,15 +536,20 @@ def test_the_articles_stack_is_compared_where_its_history_is_the_same(stack, tmp
     assert by.records.sum()["1"] == 2 * 3 * rows // 2  # layers, tensors, half of the passes
     assert by.layer.nunique().to_dict() == {"1": 2, "any": 1}
     assert set(frame[frame.at_a_time == "any"].tokens) == {1}
-    word, why = findings.stack_verdict(study, frame, other)
-    assert word == "PASS_WITH_LIMITATIONS"
-    assert "no records at T = 2" in why
-    only_one = Study(plan(), tmp_path, print)
-    assert findings.stack_verdict(only_one, frame, other)[0] == "PASS_WITH_LIMITATIONS"
     wrong = other.assign(differing=other.records)
-    assert findings.stack_verdict(only_one, frame, wrong)[0] == "PASS"
-    assert findings.stack_verdict(only_one, wrong, wrong)[0] == "FAIL"
-    assert findings.stack_verdict(only_one, frame[:0], wrong) == findings.NOTHING
+    word, why = findings.stack_verdict(study, 1, frame, wrong)
+    assert word == "PASS_WITH_LIMITATIONS"
+    assert "fewer than 1 elements at T = 2; no control at T = 2" in why
+    only_one = Study(plan(), tmp_path, print)
+    assert findings.stack_verdict(only_one, 1, frame, wrong)[0] == "PASS"
+    few = findings.stack_verdict(only_one, 10**9, frame, wrong)
+    assert few[0] == "PASS_WITH_LIMITATIONS"
+    assert "fewer than 1,000,000,000 elements at T = 1" in few[1]
+    word, why = findings.stack_verdict(only_one, 1, frame, other)
+    assert word == "PASS_WITH_LIMITATIONS"
+    assert "no control at T = 1" in why
+    assert findings.stack_verdict(only_one, 1, wrong, wrong)[0] == "FAIL"
+    assert findings.stack_verdict(only_one, 1, frame[:0], wrong) == findings.NOTHING
 
     def later(tensors):  # of several at a time, in a layer that has another history
         tensors["layers.1.q"][rows // 2 :] += 1

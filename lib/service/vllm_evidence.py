@@ -140,8 +140,8 @@ _OF_THE_SEARCH = {"configs_hash", "found_by_coordesc", "triton_cache_hash"}
 
 def in_cache(folder: Path) -> tuple[list[str], dict[str, dict[str, Any]]]:
     """What Inductor left in its cache: SHA-256 of every graph's code as `generated_code.normalized` has it,
-    sorted, each once; and of every kernel that was tuned, by the name that its source has there, the
-    configuration that the clock chose.
+    sorted, each once; and of every kernel that was tuned, by a hash of its source, the configuration that
+    the clock chose.
 
     For servers that nothing of this project is loaded into. A file that cannot be read is left out.
     """
@@ -149,7 +149,8 @@ def in_cache(folder: Path) -> tuple[list[str], dict[str, dict[str, Any]]]:
     for file in folder.glob("*/*.py"):
         try:
             text = file.read_text(encoding="utf-8").replace(str(folder), "cache")
-            if re.search(r"^\s*def call\(", text, re.MULTILINE):
+            # A kernel that was only tried for its time has a `call` as well, and waits for nothing.
+            if "async_compile.wait(" in text and re.search(r"^\s*def call\(", text, re.MULTILINE):
                 code.add(hashlib.sha256(generated_code.normalized(text).encode()).hexdigest())
         except (OSError, ValueError, SyntaxError, tokenize.TokenError):
             continue

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -268,6 +268,8 @@ def boundary_verdict(study: Study, name: str) -> Said:
         (int(part.differing.sum()), int(part.records.sum()))
         for part in (frame[prefill], frame[~prefill])
     )
+    if not of:
+        return "INCONCLUSIVE", "no prefill records"
     said = f"{differing:,} of {of:,} prefill records differ; "
     said += f"not judged: {others:,} of {of_others:,} decode records do"
     return ("FAIL" if differing else "PASS"), said
@@ -332,16 +334,21 @@ def of_the_stack(study: Study, name: str) -> pd.DataFrame:
     return pd.concat(parts, ignore_index=True)
 
 
-def stack_verdict(study: Study, frame: pd.DataFrame, control: pd.DataFrame) -> Said:
-    """No record of `of_the_stack` differs, at any size, where another server's, rounded otherwise, do."""
+def stack_verdict(study: Study, least: int, frame: pd.DataFrame, control: pd.DataFrame) -> Said:
+    """No record of `of_the_stack` differs: of ``least`` computed elements or more at each size, where
+    another server's, rounded otherwise, do differ."""
     if frame.empty:
         return NOTHING
     said = [_counted(frame), f"{OPERATORS['article'][1]}, rounded otherwise: {_counted(control)}"]
-    missed = set(study.plan.sizes_of("article")) - set(frame.tokens)
-    said += [f"no records at T = {', '.join(map(str, sorted(missed)))}"] * bool(missed)
+    sizes = study.plan.sizes_of("article")
+    elements = frame[frame.tensor.isin(["q", "k"])].groupby("tokens").elements.sum()
+    few = [T for T in sizes if elements.get(T, 0) < least]
+    blind = [T for T in sizes if not control[control.tokens == T].differing.sum()]
+    for sort, found in ((f"fewer than {least:,} elements", few), ("no control", blind)):
+        said += [f"{sort} at T = {', '.join(map(str, found))}"] * bool(found)
     if frame.differing.sum():
         return "FAIL", "; ".join(said)
-    whole = control.differing.any() and not missed and "1" in set(frame.at_a_time)
+    whole = not few and not blind and "1" in set(frame.at_a_time)
     return ("PASS" if whole else "PASS_WITH_LIMITATIONS"), "; ".join(said)
 
 
@@ -532,50 +539,70 @@ def savings(times: Mapping[str, np.ndarray]) -> dict[str, Effect]:
     }
 
 
-def floor_of(effects: Mapping[str, Effect]) -> float | None:
-    """The farthest that an interval of equal servers reaches from zero; None where there are no two."""
+class Floor(NamedTuple):
+    """The farthest that an interval of equal servers reaches from zero, in microseconds a token, and how
+    many pairs of them say so."""
+
+    us: float
+    pairs: int
+
+    def __str__(self) -> str:
+        return f"equal servers, {self.pairs} of {len(EQUAL)} pairs, within {self.us:.1f} us"
+
+    def limit(self, word: str) -> str:
+        """A PASS that rests on fewer pairs than there should be has that limitation."""
+        limited = word == "PASS" and self.pairs < len(EQUAL)
+        return "PASS_WITH_LIMITATIONS" if limited else word
+
+
+def floor_of(effects: Mapping[str, Effect]) -> Floor | None:
+    """None where there are no two equal servers."""
     names = [EQUAL[0][1], *(f"{again}, against {one}" for one, again in (PLAIN, ABSENT))]
     equal = [effects[name] for name in names if name in effects]
-    return max((max(abs(one.low), abs(one.high)) for one in equal), default=None)
+    if not equal:
+        return None
+    return Floor(max(max(abs(one.low), abs(one.high)) for one in equal), len(equal))
 
 
-def kept(realised: Effect, expected: Effect, floor: float) -> Effect:
+def kept(realised: Effect, expected: Effect, floor: Floor) -> Effect:
     """Their ratio. Each server is faster or slower by an offset of its own, which more rounds do not
-    average out: so the interval reaches ``floor`` microseconds farther at both ends."""
-    wide = Effect(realised.value, realised.low - floor, realised.high + floor, realised.n)
-    return over(wide, expected)
+    average out: so the interval reaches the floor's microseconds farther at both ends."""
+    low, high = realised.low - floor.us, realised.high + floor.us
+    return over(Effect(realised.value, low, high, realised.n), expected)
 
 
-def saving_verdict(realised: Effect, expected: Effect | None, why: str, floor: float) -> Said:
+def saving_verdict(realised: Effect, expected: Effect | None, why: str, floor: Floor) -> Said:
     """Between 0.9 and 1.15 of what was predicted, where that can be told from nothing."""
     if expected is None:
         return "NOT_RUN", why
     ratio = kept(realised, expected, floor)
     said = (
-        f"{realised} of {expected}: {ratio.value:.2f} [{ratio.low:.2f}, {ratio.high:.2f}] with equal "
-        f"servers' {floor:.1f} us; {why}"
+        f"{realised} of {expected}: {ratio.value:.2f} [{ratio.low:.2f}, {ratio.high:.2f}] with the floor; "
+        f"{floor}; {why}"
     )
-    if floor >= abs(realised.value):
+    if floor.us >= abs(realised.value):
         return "INCONCLUSIVE", said
-    return as_predicted(ratio), said
+    return floor.limit(as_predicted(ratio)), said
 
 
-def net_verdict(effect: Effect, floor: float) -> Said:
+def net_verdict(effect: Effect, floor: Floor) -> Said:
     """More is saved against servers that do not load the plugin than equal servers differ by."""
-    said = f"{effect} a token; equal servers within {floor:.1f} us"
-    if effect.low > floor:
-        return "PASS", said
-    return ("FAIL" if effect.high < -floor else "INCONCLUSIVE"), said
+    said = f"{effect} a token; {floor}"
+    if effect.low > floor.us:
+        return floor.limit("PASS"), said
+    return ("FAIL" if effect.high < -floor.us else "INCONCLUSIVE"), said
 
 
-def off_verdict(results: Mapping[str, ArmResult], effect: Effect, floor: float) -> Said:
-    """The plugin, switched off, changes no generated code and takes no time: the difference is no larger
-    than that of equal servers, or its interval holds zero."""
+def off_verdict(results: Mapping[str, ArmResult], effect: Effect, floor: Floor) -> Said:
+    """The plugin, switched off, changes no generated code and takes no more time than equal servers
+    differ by. Where the code is known to be the same, whose more time than that is, is undecided."""
     same, code = same_code(results)
-    said = f"{code}; {effect} a token; equal servers within {floor:.1f} us"
-    if same is False or not (effect.low <= 0 <= effect.high or abs(effect.value) <= floor):
+    said = f"{code}; {effect} a token; {floor}"
+    if same is False:
         return "FAIL", said
-    return ("PASS" if same else "PASS_WITH_LIMITATIONS"), said
+    if abs(effect.value) > floor.us:
+        return ("INCONCLUSIVE" if same else "FAIL"), said
+    return (floor.limit("PASS") if same else "PASS_WITH_LIMITATIONS"), said
 
 
 def same_code(results: Mapping[str, ArmResult]) -> tuple[bool | None, str]:
