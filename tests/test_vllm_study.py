@@ -402,7 +402,7 @@ def test_a_saving_is_of_pairs_and_beside_its_prediction():
     assert findings.saving_verdict(saved, near, "01", floor(5.0))[0] == "PASS"
     assert findings.saving_verdict(saved, near, "01", floor(40.0))[0] == "PASS_WITH_LIMITATIONS"
     assert (
-        findings.saving_verdict(saved, Effect(170, 169, floor(171)), "01", 20.0)[0]
+        findings.saving_verdict(saved, Effect(170, 169, 171), "01", floor(20.0))[0]
         == "INCONCLUSIVE"
     )
     assert findings.saving_verdict(saved, far, "01", floor(5.0))[0] == "FAIL"
