@@ -44,6 +44,15 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture
+def keeps_its_guards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a torch before 2.8, whose Dynamo knows no filter of guards."""
+    import torch
+
+    older = type("Hooks", (), {"__dataclass_fields__": {}})
+    monkeypatch.setattr(torch._dynamo.hooks, "Hooks", older)
+
+
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
     """A headless Chromium; where none starts, the test fails and says what to install."""

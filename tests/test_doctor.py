@@ -197,10 +197,7 @@ def test_a_torch_that_copies_views_says_what_to_set():
     assert any("03 says FAIL of views" in line for line in subject.consequences(found))
 
 
-def test_a_torch_that_keeps_its_guards(monkeypatch):
-    monkeypatch.setattr(
-        torch._dynamo.hooks, "Hooks", type("Older", (), {"__dataclass_fields__": {}})
-    )
+def test_a_torch_that_keeps_its_guards(keeps_its_guards):
     check = subject._guards(subject.Findings(), quick=True)
     assert check.status == "not here"
     text = "\n".join(subject.consequences(subject.Findings(checks=[check])))

@@ -150,9 +150,7 @@ def test_a_torch_without_the_ready_made_filter(monkeypatch):
     assert (outcome.outcome, outcome.guards) == ("folded", ())
 
 
-def test_a_torch_that_keeps_its_guards(monkeypatch):
-    older = type("Hooks", (), {"__dataclass_fields__": {}})
-    monkeypatch.setattr(torch._dynamo.hooks, "Hooks", older)
+def test_a_torch_that_keeps_its_guards(keeps_its_guards):
     with pytest.raises(tracing.Unavailable, match="has no guard_filter_fn"):
         tracing.drop_guards()
     outcome = trace("skip_all_guards")

@@ -124,6 +124,8 @@ def test_records_and_texts_beside_the_baselines(served):
     assert findings.exact_verdict(same, same)[0] == "PASS"
     assert findings.exact_verdict(other, same)[0] == "FAIL"
     assert findings.outcome(study, "python_branch").error.startswith("python_branch: ")
+    frame = findings.differences(study, "fallback_only")
+    assert frame[frame.differing > 0].tensor.unique().tolist() == ["q"]
 
 
 def test_an_operator_at_every_size_is_compared_at_every_size(served, tmp_path):
@@ -138,8 +140,6 @@ def test_an_operator_at_every_size_is_compared_at_every_size(served, tmp_path):
     tensors["layers.0.k"][tensors["tokens"] == 1] += 1
     save_file(tensors, theirs, metadata_of(theirs))
     assert findings.every_size_verdict(study, "opaque_eager", same, same)[0] == "FAIL"
-    frame = findings.differences(study, "fallback_only")
-    assert frame[frame.differing > 0].tensor.unique().tolist() == ["q"]
 
 
 def metadata_of(file):
