@@ -166,7 +166,6 @@ def test_equal_servers_differ_nowhere_whatever_the_order_of_rows(tmp_path):
     one = server(tmp_path, "one", FOUR)
     other = server(tmp_path, "other", FOUR, order=range(23, -1, -1))
     frame = vllm_records.compare(one, other)
-    assert frame.attrs["only"] == (0, 0)
     assert len(frame) == 2 * 3 * 2  # layers, tensors, sizes of steps
     assert frame.groupby("tokens").records.unique().map(list).to_dict() == {1: [6], 24: [24]}
     assert (frame.differing.sum(), frame.mismatches.sum()) == (0, 0)
@@ -187,10 +186,9 @@ def test_one_element_is_found_where_it_is(tmp_path, tensor, row, tokens):
     ]
 
 
-def test_rows_that_one_has_alone_are_counted(tmp_path):
+def test_rows_that_one_has_alone_are_left_out(tmp_path):
     longer = server(tmp_path, "longer", FOUR, also=2)
     frame = vllm_records.compare(server(tmp_path, "one", FOUR), longer)
-    assert frame.attrs["only"] == (0, 2)
     assert frame[frame.tokens == 1].records.unique().tolist() == [6]
 
 
@@ -227,6 +225,13 @@ def test_calibration_needs_projections(tmp_path):
     native = server(tmp_path, "native", FOUR)
     with pytest.raises(ValueError, match=r"holds no projections of model\.0\.attn"):
         vllm_records.calibrate(native, native)
+
+
+def test_records_of_other_layers_are_refused(tmp_path):
+    for name, layers in (("two", LAYERS), ("one", LAYERS[:1])):
+        recorder(layers=layers).save(tmp_path / name)
+    with pytest.raises(ValueError, match="of different layers"):
+        vllm_records.opened(tmp_path / "two", tmp_path / "one")
 
 
 # --- forced tokens

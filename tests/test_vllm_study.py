@@ -135,6 +135,8 @@ def test_an_operator_at_every_size_is_compared_at_every_size(served, tmp_path):
     assert verdict == ("PASS", verdict[1])
     assert verdict[1].endswith("first layer, T = 1: 0 of 12 elements")
     assert findings.every_size_verdict(study, "native_again", same, same)[0] == "INCONCLUSIVE"
+    differs = findings.outcome(study, "fallback_only")
+    assert findings.every_size_verdict(study, "fallback_only", differs, same)[0] == "FAIL"
     theirs = study.file("opaque_eager", "calibration")
     tensors = load_file(theirs)
     tensors["layers.0.k"][tensors["tokens"] == 1] += 1
@@ -582,8 +584,8 @@ def test_prompts_are_calibrated_in_every_layer_that_was_given_the_same(
 ):
     study, asked = copied(served, tmp_path), []
 
-    def calibrate(native, operator, *, tokens, layers=None):
-        asked.append((native.parent.name, operator.parent.name, tuple(tokens), layers))
+    def calibrate(native, operator, *, tokens, every_layer=False):
+        asked.append((native.parent.name, operator.parent.name, tuple(tokens), every_layer))
         return dict.fromkeys(tokens, "found")
 
     monkeypatch.setattr(findings.vllm_records, "calibrate", calibrate)
@@ -593,10 +595,10 @@ def test_prompts_are_calibrated_in_every_layer_that_was_given_the_same(
     findings.calibrate(study, "compact")
     findings.calibrate(study, "compact", "fallback_only")  # which has no such file
     assert asked == [
-        ("native", "opaque_eager", (1,), None),
-        ("native", "opaque_eager", prompts, None),
-        ("native", "opaque_eager", (1,), None),
-        ("native", "opaque_compiled", prompts, ["layers.0", "layers.1"]),
+        ("native", "opaque_eager", (1,), False),
+        ("native", "opaque_eager", prompts, False),
+        ("native", "opaque_eager", (1,), False),
+        ("native", "opaque_compiled", prompts, True),
     ]
 
 

@@ -21,7 +21,7 @@ from fusion_evidence.lib.attribution.integration import (
 from fusion_evidence.lib.report.recorder import Recorder
 from fusion_evidence.lib.service import regression, vllm_evidence, vllm_records
 from fusion_evidence.lib.service.metrics import Reply, summarize
-from fusion_evidence.lib.service.vllm_records import Calibrated
+from fusion_evidence.lib.service.vllm_records import Calibrated, VllmRecords
 from fusion_evidence.lib.service.vllm_study import (
     ARMS,
     IN_EVERY_LAYER,
@@ -188,6 +188,17 @@ def outcome(study: Study, name: str, baseline: str = "native") -> Outcome:
     )
 
 
+def recorded(study: Study, arms: tuple[str, str], what: str) -> tuple[VllmRecords, VllmRecords]:
+    """What two arms recorded, as many rows of each. OSError, ValueError: it is not so, or lacks some."""
+    for one in arms:
+        if lost := study.results[one].records.get(what, {}).get("lost", 0):
+            raise ValueError(f"{one}: {lost} rows did not fit")
+    a, b = vllm_records.opened(*(study.file(one, what) for one in arms))
+    if len(a.index) != len(b.index):
+        raise ValueError(f"{' and '.join(arms)} recorded {len(a.index)} and {len(b.index)} rows")
+    return a, b
+
+
 def differences(study: Study, name: str, baseline: str = "native") -> pd.DataFrame:
     """`vllm_records.compare` of what both recorded of the fixed requests.
 
@@ -196,14 +207,7 @@ def differences(study: Study, name: str, baseline: str = "native") -> pd.DataFra
 
     OSError, ValueError: there is nothing to compare, or not the same rows.
     """
-    for one in (baseline, name):
-        if lost := study.results[one].records.get("served", {}).get("lost", 0):
-            raise ValueError(f"{one}: {lost} rows did not fit")
-    a, b = (vllm_records.VllmRecords(study.file(one, "served")) for one in (baseline, name))
-    if len(a.index) != len(b.index):
-        raise ValueError(f"{len(a.index)} and {len(b.index)} rows")
-    if (a.shape, a.layers) != (b.shape, b.layers):
-        raise ValueError(f"{baseline} and {name} recorded different layers")
+    a, b = recorded(study, (baseline, name), "served")
     rows = vllm_records.matched(a, b)
     parts = [] if rows.empty else [vllm_records.compared(a, b, rows)]
     if alone := len(a.index) - len(rows):
@@ -232,7 +236,7 @@ def every_size_verdict(study: Study, name: str, found: Outcome | None, floor: Ou
     try:
         sizes = by_size(study, name)
     except (OSError, ValueError) as error:
-        return "INCONCLUSIVE", f"{why}; {error}"
+        return ("FAIL" if word == "FAIL" else "INCONCLUSIVE"), f"{why}; {error}"
     differ, of = int(sizes.mismatches.sum()), int(sizes.elements.sum())
     said = f"{why}; first layer, T = {', '.join(map(str, sizes.tokens))}: {differ:,} of {of:,} elements"
     return ("FAIL" if differ else word), said
@@ -309,13 +313,9 @@ def of_the_stack(study: Study, name: str) -> pd.DataFrame:
     there are no such records, or not the same rows.
     """
     baseline, sizes = OPERATORS["article"][0], study.plan.sizes_of("article")
-    files = [study.file(one, "calibration") for one in (baseline, name)]
-    for one in (baseline, name):
-        if lost := study.results[one].records.get("calibration", {}).get("lost", 0):
-            raise ValueError(f"{one}: {lost} rows did not fit")
-    a, b = map(vllm_records.VllmRecords, files)
+    a, b = recorded(study, (baseline, name), "calibration")
     asked, uneven = divmod(len(a.index), len(sizes))
-    if uneven or len(a.index) != len(b.index) or (a.shape, a.layers) != (b.shape, b.layers):
+    if uneven:
         raise ValueError(f"{baseline} and {name} did not record the same rows")
     rows = vllm_records.matched(a, b)
     rows = rows[rows.tokens.isin(sizes)]
@@ -384,8 +384,7 @@ def calibrate(study: Study, model: Model, observed: str | None = None) -> dict[i
         more = study.file(IN_EVERY_LAYER, "calibration")
         if seen != "native" or not more.is_file():
             return found | vllm_records.calibrate(native, given, tokens=prompts)
-        layers = vllm_records.VllmRecords(more).layers
-        return found | vllm_records.calibrate(native, more, tokens=prompts, layers=layers)
+        return found | vllm_records.calibrate(native, more, tokens=prompts, every_layer=True)
     except ValueError as error:
         study.say(f"{seen} is not calibrated: {error}")
         return {}

@@ -81,6 +81,14 @@ def _shape(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {**fields, "mrope_section": tuple(fields["mrope_section"])}
 
 
+def opened(a: Path, b: Path) -> tuple[VllmRecords, VllmRecords]:
+    """Two servers' records, of the same layers. OSError, ValueError: they are not, or are no records."""
+    one, other = VllmRecords(a), VllmRecords(b)
+    if (one.shape, one.layers) != (other.shape, other.layers):
+        raise ValueError(f"{a} and {b} are records of different layers")
+    return one, other
+
+
 def matched(one: VllmRecords, other: VllmRecords) -> pd.DataFrame:
     """Rows that are in both: ``tokens``, ``positions``, and where they stand, ``one`` and ``other``."""
     keys = ["tokens", "positions", "v", "again"]
@@ -94,14 +102,11 @@ def compare(a: Path, b: Path) -> pd.DataFrame:
 
     Returns a row for each layer, tensor and number of tokens in a step: ``layer``, ``tensor``, ``tokens``,
     ``records`` (rows compared), ``differing`` (rows with any other bit), ``elements``, ``mismatches``,
-    ``first_position`` (in its request, of the first row that differs; nullable). ``attrs["only"]``: rows
-    that one of them has alone, of ``a`` and of ``b``; with any, the claim is not about all rows.
+    ``first_position`` (in its request, of the first row that differs; nullable).
 
     ValueError: they are not of the same layers and shape, or have no row in common.
     """
-    one, other = VllmRecords(a), VllmRecords(b)
-    if (one.shape, one.layers) != (other.shape, other.layers):
-        raise ValueError(f"{a} and {b} are records of different layers")
+    one, other = opened(a, b)
     rows = matched(one, other)
     if rows.empty:
         raise ValueError(f"{a} and {b} have no row in common: were they given the same tokens?")
@@ -132,9 +137,7 @@ def compared(
                         "first_position": None if wrong.empty else int(wrong.positions.iloc[0]),
                     }
                 )
-    frame = pd.DataFrame(found).astype({"first_position": "Int64"})
-    frame.attrs["only"] = len(one.index) - len(rows), len(other.index) - len(rows)
-    return frame
+    return pd.DataFrame(found).astype({"first_position": "Int64"})
 
 
 def _bits(file: VllmRecords, layer: str, tensor: str, rows: pd.Series[int]) -> Tensor:
@@ -165,7 +168,7 @@ def calibrate(
     shape: AttentionShape | None = None,
     *,
     tokens: Sequence[int] | None = None,
-    layers: Sequence[str] | None = None,
+    every_layer: bool = False,
     device: str | None = None,
 ) -> dict[int, Calibrated]:
     """Numerics of ``native``'s graphs, from the projections that ``operator`` saw of the same tokens.
@@ -173,15 +176,15 @@ def calibrate(
     Args:
         shape: of the layers on one rank; by default what the records say.
         tokens: sizes of steps to calibrate; by default all that both have.
-        layers: whose rows are taken, as far as V is the same in both; by default of the first, where both
-            are given the same for certain.
+        every_layer: take rows of every layer, as far as V is the same in both; else of the first, where
+            both are given the same for certain.
         device: where to compute; by default where the records were made. Another kind of device has
             another ``rsqrt``, and may reproduce nothing.
 
     ValueError: ``operator`` holds no projections, or there is no row in common.
     """
     given, seen = VllmRecords(operator), VllmRecords(native)
-    chosen = list(layers or given.layers[:1])
+    chosen = given.layers if every_layer else given.layers[:1]
     if lacking := [layer for layer in chosen if f"{layer}.qkv" not in given.names]:
         raise ValueError(f"{operator} holds no projections of {', '.join(lacking)}")
     rows = matched(given, seen)
