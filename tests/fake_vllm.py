@@ -136,21 +136,23 @@ class Server(BaseHTTPRequestHandler):
         return {"rows": len(self.rows), "lost": 0}
 
 
-def compile_something(folder, mode):
-    """Leave in Inductor's cache a graph, and a tuned kernel: without the plugin configured otherwise."""
+GRAPH = """# from {cache}
+kernel = async_compile.triton('kernel', '/{cache}/ab/ckernel.py')
+async_compile.wait(globals())
+def call(args):
+    return args
+"""
+
+
+def compile_something(cache, block):
+    """Leave in Inductor's cache a graph, its kernel, one that was only tried, and what the clock chose."""
+    folder = cache / "ab"
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "cgraph.py").write_text(
-        "# of "
-        + str(folder)
-        + "\nasync_compile.wait(globals())\ndef call(args):\n    return args\n"
-    )
-    (folder / "ckernel.py").write_text("def triton(args):\n    return args\n")
-    chosen = {
-        "XBLOCK": 64 if mode else 128,
-        "num_warps": 4,
-        "time_taken_ms": 3,
-        "configs_hash": "c",
-    }
+    (folder / "cgraph.py").write_text(GRAPH.format(cache=cache))
+    (folder / "ckernel.py").write_text("def triton_(args):\n    return args\n")
+    (folder / f"ctried{block}.py").write_text("def call(args):\n    return kernel.run(*args)\n")
+    chosen = {"XBLOCK": block, "num_warps": 4, "found_by_coordesc": False}
+    chosen |= {"configs_hash": "h", "time_taken_ms": block, "triton_cache_hash": "t"}
     (folder / "kernel.best_config").write_text(json.dumps(chosen))
 
 
@@ -162,7 +164,7 @@ def main(words):
     if Server.settings.get("mode") == "python_branch":
         sys.exit("PluginError: it does not start\n")
     if cache := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
-        compile_something(Path(cache) / "ab", Server.settings.get("mode"))
+        compile_something(Path(cache), 64 if Server.settings.get("mode") else 128)
     server = ThreadingHTTPServer(("127.0.0.1", int(options["--port"])), Server)
     print("INFO: Application startup complete.", flush=True)
     server.serve_forever()

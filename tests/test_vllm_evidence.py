@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from fake_vllm import compile_something
 from traced_graph import traced
 
 from fusion_evidence.lib.service.vllm_evidence import (
@@ -128,26 +129,11 @@ def test_a_compilation_is_watched_and_written(tmp_path):
     assert all(entries[0]["code"][0]["binaries"].values())
 
 
-GRAPH = """# from {folder}
-kernel = async_compile.triton('kernel', '/{folder}/ab/ckernel.py')
-async_compile.wait(globals())
-def call(args):
-    return args
-"""
-
-
 def test_a_compilers_cache_is_read_without_the_names_of_its_files(tmp_path):
     found = []
     for name, block in (("one", 64), ("other", 128)):
-        folder = tmp_path / name / "ab"
-        folder.mkdir(parents=True)
-        (folder / "cgraph.py").write_text(GRAPH.format(folder=folder.parent))
-        (folder / "ckernel.py").write_text("def triton_(args):\n    return args\n")
-        (folder / f"ctried{block}.py").write_text("def call(args):\n    return kernel.run(*args)\n")
-        chosen = {"XBLOCK": block, "num_warps": 4, "found_by_coordesc": False}
-        chosen |= {"configs_hash": "h", "time_taken_ms": block, "triton_cache_hash": "t"}
-        (folder / "kernel.best_config").write_text(json.dumps(chosen))
-        found.append(in_cache(folder.parent))
+        compile_something(tmp_path / name, block)
+        found.append(in_cache(tmp_path / name))
     (one, chosen), (other, others) = found
     assert len(one) == 1
     assert one == other

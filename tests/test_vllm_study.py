@@ -65,11 +65,10 @@ def served(fake, tmp_path_factory):
     return study, lines
 
 
-def copied(served, folder, lines=None) -> Study:
+def copied(study, folder, lines=None) -> Study:
     """A study with the same results, in a folder of its own."""
-    study, _ = served
     shutil.copytree(study.folder, folder, dirs_exist_ok=True)
-    copy = Study(plan(), folder, (lines if lines is not None else []).append)
+    copy = Study(study.plan, folder, (lines if lines is not None else []).append)
     copy.results |= study.results
     return copy
 
@@ -129,7 +128,7 @@ def test_records_and_texts_beside_the_baselines(served):
 
 
 def test_an_operator_at_every_size_is_compared_at_every_size(served, tmp_path):
-    study = copied(served, tmp_path)
+    study = copied(served[0], tmp_path)
     same = findings.outcome(study, "native_again")
     verdict = findings.every_size_verdict(study, "opaque_eager", same, same)
     assert verdict == ("PASS", verdict[1])
@@ -137,39 +136,45 @@ def test_an_operator_at_every_size_is_compared_at_every_size(served, tmp_path):
     assert findings.every_size_verdict(study, "native_again", same, same)[0] == "INCONCLUSIVE"
     differs = findings.outcome(study, "fallback_only")
     assert findings.every_size_verdict(study, "fallback_only", differs, same)[0] == "FAIL"
-    theirs = study.file("opaque_eager", "calibration")
-    tensors = load_file(theirs)
-    tensors["layers.0.k"][tensors["tokens"] == 1] += 1
-    save_file(tensors, theirs, metadata_of(theirs))
+
+    def another(tensors):
+        tensors["layers.0.k"][tensors["tokens"] == 1] += 1
+
+    rewritten(study, "opaque_eager", another)
     assert findings.every_size_verdict(study, "opaque_eager", same, same)[0] == "FAIL"
 
 
-def metadata_of(file):
-    """To write it again."""
-    records = VllmRecords(file)
-    found = {"device": records.device, "layers": json.dumps(records.layers)}
-    return found | {"shape": json.dumps(asdict(records.shape))}
+def rewritten(study, name, change, what="calibration"):
+    """Write an arm's records again, changed in place by ``change``."""
+    file = study.file(name, what)
+    tensors, records = load_file(file), VllmRecords(file)
+    change(tensors)
+    metadata = {"device": records.device, "layers": json.dumps(records.layers)}
+    save_file(tensors, file, metadata | {"shape": json.dumps(asdict(records.shape))})
 
 
 def test_rows_computed_otherwise_before_the_first_prologue_all_differ(served, tmp_path):
-    study = copied(served, tmp_path)
-    theirs = study.file("fallback_only", "served")
-    tensors = load_file(theirs)
-    tensors["layers.0.v"][:3] += 4096
-    save_file(tensors, theirs, metadata_of(theirs))
+    study = copied(served[0], tmp_path)
+
+    def three(tensors):
+        tensors["layers.0.v"][:3] += 4096
+
+    def every(tensors):  # so that none is left to compare
+        tensors["layers.0.v"] += 4096
+
+    rewritten(study, "fallback_only", three, "served")
     found = findings.outcome(study, "fallback_only")
     assert found.records_total == 60
     assert found.records == 3 * 2 * 3 + 7 * 2
     assert found.first.startswith("before the first prologue")
-    tensors["layers.0.v"] += 4096  # every row, so that none is left to compare
-    save_file(tensors, theirs, metadata_of(theirs))
+    rewritten(study, "fallback_only", every, "served")
     found = findings.outcome(study, "fallback_only")
     assert (found.records, found.records_total) == (60, 60)
 
 
 def test_a_finished_arm_is_taken_over_and_another_plan_starts_it_again(served, tmp_path):
     lines: list[str] = []
-    study, again = served[0], copied(served, tmp_path, lines)
+    study, again = served[0], copied(served[0], tmp_path, lines)
     found = again.run(["native", "opaque_eager"])
     assert found["native"] == study.results["native"]
     assert [line.split()[2:6] for line in lines] == [
@@ -520,17 +525,8 @@ def stack(fake, tmp_path_factory):
     return study
 
 
-def rewritten(study, name, change):
-    file = study.file(name, "calibration")
-    tensors = load_file(file)
-    change(tensors)
-    save_file(tensors, file, metadata_of(file))
-
-
 def test_the_articles_stack_is_compared_where_its_history_is_the_same(stack, tmp_path):
-    shutil.copytree(stack.folder, tmp_path, dirs_exist_ok=True)
-    study = Study(stack.plan, tmp_path, lambda line: None)
-    study.results |= stack.results
+    study = copied(stack, tmp_path)
     assert not any(one.error for one in study.results.values())
     frame, other = (findings.of_the_stack(study, f"article_{n}") for n in ("checked", "operator"))
     by = frame.groupby("at_a_time")
@@ -582,7 +578,7 @@ def test_a_round_that_one_server_did_not_finish_counts_for_none():
 def test_prompts_are_calibrated_in_every_layer_that_was_given_the_same(
     served, tmp_path, monkeypatch
 ):
-    study, asked = copied(served, tmp_path), []
+    study, asked = copied(served[0], tmp_path), []
 
     def calibrate(native, operator, *, tokens, every_layer=False):
         asked.append((native.parent.name, operator.parent.name, tuple(tokens), every_layer))
